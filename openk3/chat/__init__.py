@@ -1,0 +1,1 @@
+"""Messages, text and token ids."""
