@@ -7,7 +7,6 @@ Field names are those of the released config where it has them (model.md section
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,6 @@ class K3Config:
     initializer_range: float = 0.02
     rope_theta: float = 50000.0  # read by mla_position = "rope" alone
     max_position_embeddings: int = 1048576
-    num_mtp_layers: int = 0
 
     attention: str = "hybrid"
     decay: str = "bounded"
@@ -223,14 +221,32 @@ class K3Config:
         return config
 
 
-_MAY_BE_ZERO = ("first_k_dense_replace", "num_mtp_layers", "num_shared_experts")
+_MAY_BE_ZERO = ("first_k_dense_replace", "num_shared_experts")
 _TEXT_FIELDS = (
-    "hidden_size num_hidden_layers attn_res_block_size vocab_size num_attention_heads qk_nope_head_dim "
-    "qk_rope_head_dim v_head_dim q_lora_rank kv_lora_rank num_experts num_experts_per_token "
-    "routed_expert_hidden_size moe_intermediate_size intermediate_size num_shared_experts first_k_dense_replace "
-    "activation_situ_beta activation_situ_linear_beta rms_norm_eps initializer_range max_position_embeddings"
-).split()
-_OWN_FIELDS = ("mla_lowrank_norm_eps", "rope_theta", "num_mtp_layers")
+    "hidden_size",
+    "num_hidden_layers",
+    "attn_res_block_size",
+    "vocab_size",
+    "num_attention_heads",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "num_experts",
+    "num_experts_per_token",
+    "num_shared_experts",
+    "routed_expert_hidden_size",
+    "moe_intermediate_size",
+    "intermediate_size",
+    "first_k_dense_replace",
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+)
+_OWN_FIELDS = ("mla_lowrank_norm_eps", "rope_theta")
 # K3 id - 163584: an id is n_ranks + offset in every vocabulary
 _SPECIAL_IDS = {
     "bos_token_id": 0,
@@ -257,9 +273,9 @@ _MINI = K3Config(
     hidden_size=512, num_hidden_layers=13, attn_res_block_size=4, vocab_size=16384,
     kda_num_heads=4, kda_head_dim=128,
     num_attention_heads=4, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    q_lora_rank=256, kv_lora_rank=128,
+    q_lora_rank=192, kv_lora_rank=128,
     num_experts=28, num_experts_per_token=4, routed_expert_hidden_size=256, moe_intermediate_size=224,
-    intermediate_size=2048, num_mtp_layers=1,
+    intermediate_size=1536,
 )  # fmt: skip
 _SMALL = K3Config(
     hidden_size=2048, num_hidden_layers=25, attn_res_block_size=6, vocab_size=32768,
