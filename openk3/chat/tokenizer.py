@@ -13,7 +13,8 @@ import binascii
 import codecs
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -195,12 +196,18 @@ class Tokenizer:
             ids += self.encode_with_control(text) if flag else self.encode(text)
         return ids
 
-    def encode_batch(self, texts: Sequence[str], num_threads: int | None = None) -> list[np.ndarray]:
-        """Ordinary ids of many texts, in threads (the encoder runs outside the interpreter lock): uint32 arrays."""
-        parts = [guarded(text) for text in texts]
-        flat = [part for own in parts for part in own]
-        encoded = iter(self.encoding.encode_ordinary_batch(flat, num_threads=num_threads or os.cpu_count() or 1))
-        return [np.array([i for _ in own for i in next(encoded)], dtype=np.uint32) for own in parts]
+    def encode_array(self, text: str) -> np.ndarray:
+        """encode as a uint32 array, [number of ids], without the detour over a list."""
+        try:
+            parts = [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in guarded(text)]
+        except UnicodeEncodeError:  # a lone surrogate, which encode replaces
+            return np.array(self.encode(text), dtype=np.uint32)
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
+
+    def encode_batch(self, texts: Iterable[str], num_threads: int | None = None) -> list[np.ndarray]:
+        """Ordinary ids of many texts, uint32 arrays; in threads, as the encoder runs outside the interpreter lock."""
+        with ThreadPoolExecutor(num_threads or os.cpu_count()) as threads:
+            return list(threads.map(self.encode_array, texts))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Bytes of ids; a control id gives its name. Raises ValueError for an id outside the vocabulary."""
