@@ -1,7 +1,7 @@
 """Byte-level BPE over tiktoken, with K3's pre-tokeniser and its 256 control slots.
 
-A vocabulary is n byte-level ranks followed by 256 control ids (model.md section 15). The released rank file has
-163,584 ranks; a vocabulary trained here has fewer, and every control id moves down with it:
+A vocabulary is n byte-level ranks followed by 256 control ids (model.md section 15). The released rank file
+has 163,584 ranks; a vocabulary trained here has fewer, and every control id moves down with it:
 
     id = n_ranks + (K3 id - 163584)
 
@@ -60,11 +60,11 @@ ALTERNATIVES = (
 )
 PATTERN = "|".join(ALTERNATIVES)
 
-# Guards of the released tokeniser: they keep the regular-expression engine from running out of stack, and they are
-# part of the definition because they change the ids of long texts.
+# Guards of the released tokeniser: they keep the regular-expression engine from running out of stack, and
+# they are part of the definition because they change the ids of long texts.
 MAX_CHARS = 400_000
 MAX_RUN = 25_000
-LONG_RUN = re.compile(r"\s{%d,}|\S{%d,}" % (MAX_RUN + 1, MAX_RUN + 1))
+LONG_RUN = re.compile(rf"\s{{{MAX_RUN + 1},}}|\S{{{MAX_RUN + 1},}}")
 
 
 def pattern_without_intersection() -> str:
@@ -75,7 +75,8 @@ def pattern_without_intersection() -> str:
 def guarded(text: str) -> list[str]:
     """Cut text at every 400,000 characters, and inside runs of more than 25,000 (non-)white-space characters.
 
-    A run is measured inside its 400,000-character part, as in the released tokeniser. Empty text gives no part.
+    A run is measured inside its 400,000-character part, as in the released tokeniser. Empty text gives no
+    part.
     """
     parts = []
     for start in range(0, len(text), MAX_CHARS):
@@ -130,7 +131,7 @@ def control_names(n_ranks: int) -> dict[str, int]:
 
 
 def check_ranks(ranks: Mapping[bytes, int]) -> None:
-    """Raise ValueError unless the ranks are 0..n-1 and hold every single byte, without which text cannot be encoded."""
+    """Raise ValueError unless the ranks are 0..n-1 and every single byte has one."""
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"a rank table needs all 256 single bytes; byte {missing[0]} is missing")
@@ -141,8 +142,8 @@ def check_ranks(ranks: Mapping[bytes, int]) -> None:
 class Tokenizer:
     """Text to ids and back, for any rank table.
 
-    ranks: the path of a tiktoken rank file, or a table {token bytes: rank}. Raises ValueError for a damaged file or a
-    table without all 256 bytes, FileNotFoundError for a missing file. model.md section 15.
+    ranks: the path of a tiktoken rank file, or a table {token bytes: rank}. Raises ValueError for a damaged
+    file or a table without all 256 bytes, FileNotFoundError for a missing file. model.md section 15.
     """
 
     def __init__(self, ranks: str | os.PathLike | Mapping[bytes, int]):
@@ -183,14 +184,14 @@ class Tokenizer:
         return ids
 
     def encode_with_control(self, text: str) -> list[int]:
-        """Ids of text in which every control string becomes its control id. Never for text of a user or a tool."""
+        """Ids of text whose control strings become control ids: never for text of a user or a tool."""
         ids = []
         for part in guarded(text):
             ids += self.encoding.encode(part, allowed_special="all", disallowed_special=())
         return ids
 
     def encode_segments(self, segments: Iterable[tuple[int | bool, str]]) -> list[int]:
-        """Ids of (flag, text) segments, encoded one by one: control strings count only where the flag is set."""
+        """Ids of (flag, text) segments, one by one; control strings count only where the flag is set."""
         ids = []
         for flag, text in segments:
             ids += self.encode_with_control(text) if flag else self.encode(text)
@@ -205,7 +206,7 @@ class Tokenizer:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
     def encode_batch(self, texts: Iterable[str], num_threads: int | None = None) -> list[np.ndarray]:
-        """Ordinary ids of many texts, uint32 arrays; in threads, as the encoder runs outside the interpreter lock."""
+        """encode_array of many texts, in threads: the encoder runs outside the interpreter lock."""
         with ThreadPoolExecutor(num_threads or os.cpu_count()) as threads:
             return list(threads.map(self.encode_array, texts))
 
@@ -256,7 +257,7 @@ class StreamDecoder:
         return self.utf8.decode(self.tokenizer.decode_bytes([token]))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else nothing. The decoder starts afresh."""
+        """The end: U+FFFD for an unfinished character, else nothing. The decoder starts afresh."""
         rest = self.utf8.decode(b"", final=True)
         self.utf8.reset()
         return rest

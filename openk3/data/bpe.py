@@ -13,17 +13,18 @@ from openk3.chat.tokenizer import guarded, pattern_without_intersection
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte inside `tokenizers`: printable Latin-1 bytes are themselves, the other
-    68 are the characters from U+0100 on, in byte order."""
+    """The character that stands for each byte inside `tokenizers`: printable Latin-1 bytes are themselves,
+    the other 68 are the characters from U+0100 on, in byte order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def train_bpe(texts: Iterable[str], n_ranks: int, show_progress: bool = False) -> dict[bytes, int]:
-    """Ranks {token bytes: rank} of a vocabulary of n_ranks: the 256 bytes, then the merges in the order found.
+    """Ranks {token bytes: rank} of a vocabulary of n_ranks: the 256 bytes, then the merges as found.
 
-    The same texts give the same ranks. Raises ValueError when n_ranks is below 256 or the texts hold too few pairs.
+    The same texts give the same ranks. Raises ValueError when n_ranks is below 256 or the texts hold too few
+    pairs.
     """
     if n_ranks < 256:
         raise ValueError(f"n_ranks must be at least 256, the single bytes; got {n_ranks}")
@@ -48,7 +49,7 @@ def train_bpe(texts: Iterable[str], n_ranks: int, show_progress: bool = False) -
 
 
 def ranks_of_merges(merges: list[list[str]]) -> dict[bytes, int]:
-    """Turn merges, written in the byte alphabet, into ranks; two merges with one result keep the first rank."""
+    """Merges, written in the byte alphabet, as ranks; of two merges with one result the first counts."""
     alphabet = byte_alphabet()
     ranks = {bytes([byte]): byte for byte in range(256)}
     for left, right in merges:

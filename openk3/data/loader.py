@@ -1,8 +1,8 @@
 """Batches for training and evaluation: whole documents as pieces on one flat token axis.
 
-A document of M tokens gives M-1 (input, target) pairs, cut on a grid of `context` into pieces. Every piece starts from
-zero state and is a sequence of its own in cu_seqlens, the only place where documents are visible: all targets are real,
-there is no padding and no ignored label.
+A document of M tokens gives M-1 (input, target) pairs, cut on a grid of `context` into pieces. Every piece
+starts from zero state and is a sequence of its own in cu_seqlens, the only place where documents are visible:
+all targets are real, there is no padding and no ignored label.
 
 T tokens, N pieces.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """tokens_T, targets_T int64; cu_seqlens int32 [N+1]; n_bytes: UTF-8 bytes of the targets, where control ids count
-    0; bytes_T int64: the same for each target."""
+    """tokens_T, targets_T int64; cu_seqlens int32 [N+1]; n_bytes: UTF-8 bytes of the targets, where control
+    ids count 0; bytes_T int64: the same for each target."""
 
     tokens_T: Tensor
     targets_T: Tensor
@@ -29,7 +29,8 @@ class Batch(NamedTuple):
 def document_order(n_documents: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of the documents that depends on its arguments alone.
 
-    From raw generator bits, which numpy keeps the same between versions; of its permutation it does not promise that.
+    From raw generator bits, which numpy keeps the same between versions; of its permutation it does not
+    promise that.
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n_documents)
     return np.argsort(bits, kind="stable")
@@ -78,10 +79,11 @@ def check_positive(**values: int) -> None:
 class Loader:
     """Endless batches of exactly batch_tokens pairs.
 
-    Each epoch visits every pair once, the documents in a fresh order drawn from (seed, epoch). A piece that does not fit
-    at the end of a batch is cut; its rest opens the next batch as a piece of its own. tokens [T], offsets [N+1] as in
-    tokens.TokenArray; token_bytes [vocab_size]. The state is a few ints; a loader that is set back to it gives the same
-    batches, bit for bit. Another batch_tokens or context may go on from a state, other data or another seed may not.
+    Each epoch visits every pair once, the documents in a fresh order drawn from (seed, epoch). A piece that
+    does not fit at the end of a batch is cut; its rest opens the next batch as a piece of its own. tokens
+    [T], offsets [N+1] as in tokens.TokenArray; token_bytes [vocab_size]. The state is a few ints; a loader
+    that is set back to it gives the same batches, bit for bit. Another batch_tokens or context may go on from
+    a state, other data or another seed may not.
     """
 
     def __init__(
@@ -147,8 +149,9 @@ class Loader:
 def micro_batches(batch: Batch, micro_tokens: int) -> Iterator[Batch]:
     """Split a batch into parts of at most micro_tokens, in order; their n_bytes add up to the batch's.
 
-    A part ends where a piece ends, so sequences stay whole and the summed gradient is the batch's. Only a piece longer
-    than micro_tokens is cut, and its rest starts from zero state: choose micro_tokens >= context to avoid it.
+    A part ends where a piece ends, so sequences stay whole and the summed gradient is the batch's. Only a
+    piece longer than micro_tokens is cut, and its rest starts from zero state: choose micro_tokens >= context
+    to avoid it.
     """
     check_positive(micro_tokens=micro_tokens)
     if len(batch.tokens_T) <= micro_tokens:
@@ -187,10 +190,11 @@ def eval_batches(
     token_bytes: Sequence[int],
     max_tokens: int | None = None,
 ) -> Iterator[Batch]:
-    """Every pair once, in batches of whole pieces; with max_tokens, the first so many pairs of a fixed shuffle.
+    """Every pair once, in batches of whole pieces; with max_tokens, only so many, from a fixed shuffle.
 
     No piece is cut at a batch end, so the figure does not depend on batch_tokens: a batch holds at most
-    max(batch_tokens, context) tokens. The fixed order spreads a small max_tokens over the whole held-out side.
+    max(batch_tokens, context) tokens. The fixed order spreads a small max_tokens over the whole held-out
+    side.
     """
     packer = Packer(tokens, offsets, token_bytes)
     room = int(packer.pairs.sum()) if max_tokens is None else max_tokens

@@ -5,8 +5,8 @@
     hf:NAME         a data set through the optional package `datasets`
     anything else   a glob of UTF-8 text files, or of .jsonl files with a "text" field a line
 
-A corpus is a list of documents in a fixed order, so its hash names it exactly. Held-out documents are chosen by a hash
-of their path: adding a file moves no other file across the split (decisions.md).
+A corpus is a list of documents in a fixed order, so its hash names it exactly. Held-out documents are chosen
+by a hash of their path: adding a file moves no other file across the split (decisions.md).
 """
 
 import difflib
@@ -39,7 +39,7 @@ class Corpus(list[Document]):
 
 
 def python_files(folder: Path) -> list[Path]:
-    """Every .py file below folder outside test folders, sorted by its path below folder."""
+    """Every .py file below folder outside test folders, sorted by its relative path."""
     found = []
     for parent, children, names in os.walk(folder):
         children[:] = [name for name in children if name not in SKIPPED_FOLDERS]
@@ -62,14 +62,15 @@ def python_corpus(folder: Path, prefix: str = "") -> Corpus:
 
 
 def stdlib_corpus() -> Corpus:
-    """Python's standard library without test folders; paths are relative to it. Differs between Python versions."""
+    """Python's standard library without test folders, paths relative to it; no two versions are alike."""
     return python_corpus(Path(sysconfig.get_path("stdlib")))
 
 
 def installed_corpus() -> Corpus:
-    """The standard library and the source files of all installed packages; a text that occurs twice stays once.
+    """The standard library and the source files of all installed packages, each text once.
 
-    Packages carry copies of each other's files; without the rule a copy could stand on both sides of the split.
+    Packages carry copies of each other's files; without the rule a copy could stand on both sides of the
+    split.
     """
     corpus = stdlib_corpus()
     seen = {document.text for document in corpus}
@@ -106,7 +107,9 @@ def read_jsonl(path: Path, name: str, field: str = "text") -> list[Document]:
         try:
             text = json.loads(line)[field]
         except (ValueError, KeyError, TypeError, IndexError):
-            raise ValueError(f'{path}, line {number}: expected a JSON object with a "{field}" field') from None
+            raise ValueError(
+                f'{path}, line {number}: expected a JSON object with a "{field}" field'
+            ) from None
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f'{path}, line {number}: "{field}" must be a text that is not empty')
         documents.append(Document(f"{name}:{number}", text))
@@ -123,8 +126,9 @@ def fixed_folder(pattern: str) -> str:
 def glob_corpus(patterns: str | os.PathLike | Sequence[str], field: str = "text") -> Corpus:
     """Text files and .jsonl files that match one or several glob patterns (`**` spans folders).
 
-    Paths are relative to the part of the patterns before their wildcards, so the split does not depend on where the
-    folder stands. Raises ValueError when a pattern matches no file, or a file is empty, binary or malformed.
+    Paths are relative to the part of the patterns before their wildcards, so the split does not depend on
+    where the folder stands. Raises ValueError when a pattern matches no file, or a file is empty, binary or
+    malformed.
     """
     single = isinstance(patterns, str | os.PathLike)
     absolute = [os.path.abspath(os.path.expanduser(p)) for p in ([patterns] if single else patterns)]
@@ -175,8 +179,9 @@ def hf_corpus(
 def load_corpus(spec: str | Sequence[str] | Mapping[str, object]) -> Corpus:
     """One entry to every source.
 
-    spec: "stdlib", "installed", "hf:NAME", a glob or a list of globs; or a table with the key `source` holding one of
-    these, and `field` (JSONL and hf), `split`, `subset`, `limit` (hf). Raises ValueError for anything else.
+    spec: "stdlib", "installed", "hf:NAME", a glob or a list of globs; or a table with the key `source`
+    holding one of these, and `field` (JSONL and hf), `split`, `subset`, `limit` (hf). Raises ValueError for
+    anything else.
     """
     if not isinstance(spec, Mapping):
         spec = {"source": spec}
@@ -215,8 +220,8 @@ def corpus_hash(corpus: Sequence[Document]) -> str:
 def path_fraction(path: str) -> float:
     """A number in [0, 1) that depends on the path alone.
 
-    BLAKE2b and not SHA-256: by chance the latter holds out one file that is three quarters of its 4 % of the standard
-    library.
+    BLAKE2b and not SHA-256: by chance the latter holds out one file that is three quarters of its 4 % of the
+    standard library.
     """
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=6).digest(), "big") / 2**48
 
@@ -224,8 +229,8 @@ def path_fraction(path: str) -> float:
 def split(corpus: Sequence[Document], held_out: float = HELD_OUT_FRACTION) -> tuple[Corpus, Corpus]:
     """(training, held-out) documents, in corpus order; about the fraction held_out is held out.
 
-    The rule looks only at paths. A side that would stay empty gets the nearest document; of a single document the tail
-    is held out. Raises ValueError for a corpus that cannot have two sides.
+    The rule looks only at paths. A side that would stay empty gets the nearest document; of a single document
+    the tail is held out. Raises ValueError for a corpus that cannot have two sides.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"the held-out fraction must be between 0 and 1, got {held_out}")

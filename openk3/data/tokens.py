@@ -1,8 +1,9 @@
 """A corpus as token ids on disk: trained vocabulary, training ids, held-out ids.
 
-A document is [BOS] text [EOS] (decisions.md). Everything stands in one folder of the cache, under a key made of the
-corpus hash, the vocabulary and the version of the pre-tokeniser. The folder is written beside its place and renamed, so
-a kill leaves no half cache; sizes and checksums tell a damaged one, which is built anew.
+A document is [BOS] text [EOS] (decisions.md). Everything stands in one folder of the cache, under a key made
+of the corpus hash, the vocabulary and the version of the pre-tokeniser. The folder is written beside its
+place and renamed, so a kill leaves no half cache; sizes and checksums tell a damaged one, which is built
+anew.
 """
 
 import hashlib
@@ -97,10 +98,11 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Split a corpus, train a vocabulary on its training side, encode both sides; or find all that in the cache.
+    """Split a corpus, train a vocabulary on the training side, encode both; or find all that in the cache.
 
-    tokenizer: a finished vocabulary to use instead of training one. The arrays are memory maps of the cache. Raises
-    ValueError when the corpus is too small for n_ranks or for a split, or n_ranks is not the tokenizer's.
+    tokenizer: a finished vocabulary to use instead of training one. The arrays are memory maps of the cache.
+    Raises ValueError when the corpus is too small for n_ranks or for a split, or n_ranks is not the
+    tokenizer's.
     """
     if tokenizer is not None and tokenizer.n_ranks != n_ranks:
         raise ValueError(f"n_ranks is {n_ranks}, but the tokenizer given has {tokenizer.n_ranks}")
@@ -192,7 +194,7 @@ def replace_folder(beside: Path, folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed builds of this folder left behind, once it is old enough to belong to no running one."""
+    """Remove what killed builds of this folder left, once it is too old to belong to a running one."""
     for part in folder.parent.glob(f".{folder.name}.*.part"):
         with suppress(FileNotFoundError):  # another process swept it in between
             if time.time() - part.stat().st_mtime > STALE_SECONDS:
