@@ -20,14 +20,8 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def train_bpe(texts: Iterable[str], n_ranks: int, show_progress: bool = False) -> dict[bytes, int]:
-    """Ranks {token bytes: rank} of a vocabulary of n_ranks: the 256 bytes, then the merges as found.
-
-    The same texts give the same ranks. Raises ValueError when n_ranks is below 256 or the texts hold too few
-    pairs.
-    """
-    if n_ranks < 256:
-        raise ValueError(f"n_ranks must be at least 256, the single bytes; got {n_ranks}")
+def train_merges(texts: Iterable[str], n_ranks: int, show_progress: bool = False) -> MergeTrainer:
+    """A `tokenizers` tokenizer trained on texts, of at most n_ranks tokens."""
     trained = MergeTrainer(BPE())
     # `tokenizers` has no class intersection, hence the other form of the same pattern (model.md section 15).
     split = Split(Regex(pattern_without_intersection()), behavior="isolated")
@@ -39,6 +33,18 @@ def train_bpe(texts: Iterable[str], n_ranks: int, show_progress: bool = False) -
         show_progress=show_progress,
     )
     trained.train_from_iterator((part for text in texts for part in guarded(text)), trainer)
+    return trained
+
+
+def train_bpe(texts: Iterable[str], n_ranks: int, show_progress: bool = False) -> dict[bytes, int]:
+    """Ranks {token bytes: rank} of a vocabulary of n_ranks: the 256 bytes, then the merges as found.
+
+    The same texts give the same ranks. Raises ValueError when n_ranks is below 256 or the texts hold too few
+    pairs.
+    """
+    if n_ranks < 256:
+        raise ValueError(f"n_ranks must be at least 256, the single bytes; got {n_ranks}")
+    trained = train_merges(texts, n_ranks, show_progress)
     ranks = ranks_of_merges(json.loads(trained.to_str())["model"]["merges"])
     if len(ranks) < n_ranks:
         raise ValueError(
