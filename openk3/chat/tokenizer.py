@@ -64,7 +64,9 @@ PATTERN = "|".join(ALTERNATIVES)
 # they are part of the definition because they change the ids of long texts.
 MAX_CHARS = 400_000
 MAX_RUN = 25_000
-LONG_RUN = re.compile(rf"\s{{{MAX_RUN + 1},}}|\S{{{MAX_RUN + 1},}}")
+# The look-behind lets a run be tried only at its start: a run just below the limit would cost its square
+# else.
+LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN + 1},}}|(?<!\S)\S{{{MAX_RUN + 1},}}")
 
 
 def pattern_without_intersection() -> str:
@@ -94,7 +96,8 @@ def guarded(text: str) -> list[str]:
 def read_ranks(path: str | os.PathLike) -> dict[bytes, int]:
     """Read a tiktoken rank file: one base64 token and its rank a line. Returns {token bytes: rank}.
 
-    Raises FileNotFoundError, or ValueError naming the line that is malformed, truncated or repeated.
+    Raises FileNotFoundError, or ValueError naming the line that is malformed, truncated or repeated. A file
+    that is cut between two lines is a whole, smaller vocabulary; whoever knows the size compares n_ranks.
     """
     ranks: dict[bytes, int] = {}
     seen: set[int] = set()
