@@ -98,6 +98,16 @@ def read_text(path: Path) -> str:
     return text
 
 
+def well_formed(text: str) -> str:
+    """Text with lone surrogates, which a JSON escape can bring in and UTF-8 cannot write, as U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def path_bytes(path: str) -> bytes:
+    """UTF-8 of a path; undecodable bytes of a file name come back as they are."""
+    return path.encode("utf-8", "surrogateescape")
+
+
 def read_jsonl(path: Path, name: str, field: str = "text") -> list[Document]:
     """One document a line of a JSONL file, named NAME:LINE. Raises ValueError naming the file and line."""
     documents = []
@@ -112,7 +122,7 @@ def read_jsonl(path: Path, name: str, field: str = "text") -> list[Document]:
             ) from None
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f'{path}, line {number}: "{field}" must be a text that is not empty')
-        documents.append(Document(f"{name}:{number}", text))
+        documents.append(Document(f"{name}:{number}", well_formed(text)))
     return documents
 
 
@@ -170,7 +180,7 @@ def hf_corpus(
         if field not in row:
             raise ValueError(f"hf:{name} has no field {field!r}; its fields are {', '.join(sorted(row))}")
         if row[field]:
-            corpus.append(Document(f"{name}/{split}:{number}", row[field]))
+            corpus.append(Document(f"{name}/{split}:{number}", well_formed(row[field])))
     if not corpus:
         raise ValueError(f"hf:{name}, split {split}: no row has text in {field!r}")
     return corpus
@@ -211,7 +221,7 @@ def corpus_hash(corpus: Sequence[Document]) -> str:
     """SHA-256 over paths and texts, in order and with their lengths: 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for document in corpus:
-        for data in (document.path.encode(), document.text.encode("utf-8", "surrogatepass")):
+        for data in (path_bytes(document.path), document.text.encode()):
             digest.update(len(data).to_bytes(8, "little"))
             digest.update(data)
     return digest.hexdigest()
@@ -223,7 +233,7 @@ def path_fraction(path: str) -> float:
     BLAKE2b and not SHA-256: by chance the latter holds out one file that is three quarters of its 4 % of the
     standard library.
     """
-    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=6).digest(), "big") / 2**48
+    return int.from_bytes(hashlib.blake2b(path_bytes(path), digest_size=6).digest(), "big") / 2**48
 
 
 def split(corpus: Sequence[Document], held_out: float = HELD_OUT_FRACTION) -> tuple[Corpus, Corpus]:

@@ -80,7 +80,7 @@ def encode_corpus(
 
 def text_bytes(corpus: Sequence[Document]) -> int:
     """UTF-8 bytes of all texts."""
-    return sum(len(document.text.encode("utf-8", "replace")) for document in corpus)
+    return sum(len(document.text.encode()) for document in corpus)
 
 
 def cache_key(digest: str, n_ranks: int, tokenizer: Tokenizer | None = None) -> str:
