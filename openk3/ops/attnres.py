@@ -57,19 +57,23 @@ def _check(sources: Sequence[Tensor], query_D: Tensor, gamma_D: Tensor) -> None:
 def _scores(v_TD: Tensor, w_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Scores [T] of one source and the inverse root mean squares [T] they contain."""
     v = v_TD.to(torch.promote_types(v_TD.dtype, w_D.dtype))
-    r_T = torch.rsqrt(v.square().mean(-1) + eps)
+    r_T = torch.rsqrt(torch.linalg.vector_norm(v, dim=-1).square() / v.shape[-1] + eps)
     return r_T * (v @ w_D.to(v.dtype)), r_T
 
 
 def _mix(a_ST: Tensor, sources: Sequence[Tensor]) -> Tensor:
     out_TD = a_ST[0][:, None] * sources[0]
     for a_T, v_TD in zip(a_ST[1:], sources[1:], strict=True):
-        out_TD = torch.addcmul(out_TD, a_T[:, None], v_TD.to(out_TD.dtype))
+        out_TD.addcmul_(a_T[:, None], v_TD.to(out_TD.dtype))
     return out_TD
 
 
 def _attnres_reference(sources: Sequence[Tensor], query_D: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
-    return _mix(attnres_weights(sources, query_D, gamma_D, eps), sources).to(sources[0].dtype)
+    w_D = fold(query_D, gamma_D)
+    v_STD = torch.stack([v.to(torch.promote_types(v.dtype, w_D.dtype)) for v in sources])
+    key_STD = v_STD * torch.rsqrt(v_STD.square().mean(-1, keepdim=True) + eps)
+    a_ST = torch.softmax(key_STD @ w_D.to(v_STD.dtype), dim=0)
+    return (a_ST[..., None] * v_STD).sum(0).to(sources[0].dtype)
 
 
 def _attnres_fused(sources: Sequence[Tensor], query_D: Tensor, gamma_D: Tensor, eps: float) -> Tensor:

@@ -45,9 +45,20 @@ def route(logits_TE: Tensor, bias_E: Tensor, k: int) -> Routing:
 
 
 def top_lowest_first(values_TE: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest of each row and their indices, by falling value; equal values by rising index."""
-    values, ids = values_TE.sort(dim=-1, descending=True, stable=True)
-    return values[:, :n], ids[:, :n]
+    """The n largest of each row and their indices, by falling value; equal values by rising index.
+
+    topk leaves the order of equal values open. float32 values therefore become 64-bit keys, the value's bits above
+    the falling index: no two are equal, and topk costs a third of the stable sort that float64 takes.
+    """
+    n_values = values_TE.shape[-1]
+    if values_TE.dtype != torch.float32:
+        values, ids = values_TE.sort(dim=-1, descending=True, stable=True)
+        return values[..., :n], ids[..., :n]
+    bits = (values_TE + 0.0).view(torch.int32)  # adding 0 makes -0 equal to 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers in the order of the floats
+    falling = torch.arange(n_values - 1, -1, -1, device=bits.device)
+    ids = n_values - 1 - ((ordered.long() << 32) + falling).topk(n, dim=-1).values.bitwise_and_(0xFFFFFFFF)
+    return values_TE.gather(-1, ids), ids
 
 
 def loads(ids_TK: Tensor, n_experts: int) -> Tensor:
@@ -91,8 +102,9 @@ def histogram(scores_TE: Tensor, cutoff_T: Tensor, bias_E: Tensor, bins: int = H
     n_experts = scores_TE.shape[1]
     low, width = _histogram_range(bias_E, bins)
     required_TE = cutoff_T[:, None] - scores_TE.detach()
-    bin_TE = ((required_TE - low) / width).long().clamp_(0, bins - 1)
-    flat = (bin_TE + bins * torch.arange(n_experts, device=bin_TE.device)).view(-1)
+    bin_TE = required_TE.sub_(low).div_(width).int().clamp_(0, bins - 1)
+    first_bin_E = torch.arange(0, n_experts * bins, bins, dtype=torch.int32, device=bin_TE.device)
+    flat = bin_TE.add_(first_bin_E).view(-1).long()
     counts = torch.zeros(n_experts * bins, dtype=torch.int32, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     return counts.view(n_experts, bins)
