@@ -23,14 +23,17 @@ from openk3.ops.norm import gated_head_norm
 from openk3.ops.shortconv import short_conv
 
 
+OpInputs = tuple[Tensor, Tensor, BoundedGate | None]  # g, beta, gate as the op takes them
+
+
 class BoundedDecay:
     """K3's map: log decay = g_min sigma(e^A (z + b)), in (g_min, 0) (eq. 5). Fused: the op takes the logits."""
 
     def __init__(self, config: K3Config):
         self.lower_bound = config.kda_gate_lower_bound
 
-    def op_inputs(self, z_THK: Tensor, beta_TH: Tensor, a_log_H: Tensor, dt_bias_HK: Tensor) -> dict:
-        return {"g": z_THK, "beta": beta_TH, "gate": BoundedGate(a_log_H, dt_bias_HK, self.lower_bound)}
+    def op_inputs(self, z_THK: Tensor, beta_TH: Tensor, a_log_H: Tensor, dt_bias_HK: Tensor) -> OpInputs:
+        return z_THK, beta_TH, BoundedGate(a_log_H, dt_bias_HK, self.lower_bound)
 
     def log_decay(self, z_THK: Tensor, a_log_H: Tensor, dt_bias_HK: Tensor) -> Tensor:
         return self.lower_bound * torch.sigmoid(a_log_H.exp()[:, None] * (z_THK + dt_bias_HK))
@@ -42,10 +45,10 @@ class SoftplusDecay:
     def __init__(self, config: K3Config):
         pass
 
-    def op_inputs(self, z_THK: Tensor, beta_TH: Tensor, a_log_H: Tensor, dt_bias_HK: Tensor) -> dict:
+    def op_inputs(self, z_THK: Tensor, beta_TH: Tensor, a_log_H: Tensor, dt_bias_HK: Tensor) -> OpInputs:
         dtype = torch.promote_types(z_THK.dtype, torch.float32)
         g_THK = self.log_decay(z_THK.to(dtype), a_log_H, dt_bias_HK)
-        return {"g": g_THK, "beta": torch.sigmoid(beta_TH.to(dtype)), "gate": None}
+        return g_THK, torch.sigmoid(beta_TH.to(dtype)), None
 
     def log_decay(self, z_THK: Tensor, a_log_H: Tensor, dt_bias_HK: Tensor) -> Tensor:
         return -a_log_H.exp()[:, None] * F.softplus(z_THK + dt_bias_HK)
@@ -120,7 +123,7 @@ class KDA(nn.Module):
     def conv_weight(self) -> Tensor:
         return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
 
-    def gate_inputs(self, z_THK: Tensor, beta_TH: Tensor) -> dict:
+    def gate_inputs(self, z_THK: Tensor, beta_TH: Tensor) -> OpInputs:
         return self.decay.op_inputs(z_THK, beta_TH, self.A_log, self.dt_bias.view(self.heads, self.width))
 
     def mix(
@@ -129,8 +132,8 @@ class KDA(nn.Module):
         """Convolution and recurrence over whole sequences: (o [T, H, V], conv tail, final state)."""
         qkv_TP, tail = self.conv_op(qkv_TP, self.conv_weight(), cu_seqlens=cu_seqlens, initial_tail=tail)
         q, k, v, z = self.heads_of(qkv_TP, z_TP)
-        gated = self.gate_inputs(z, beta_TH)
-        o_THV, state = self.op(q, k, v, cu_seqlens=cu_seqlens, initial_state=state, **gated)
+        g, beta, gate = self.gate_inputs(z, beta_TH)
+        o_THV, state = self.op(q, k, v, g, beta, cu_seqlens=cu_seqlens, gate=gate, initial_state=state)
         return o_THV, tail, state
 
     def mix_in_memory(
@@ -145,8 +148,8 @@ class KDA(nn.Module):
                     qkv_TP, self.conv_weight(), cu_seqlens=sequences.cu_seqlens, initial_tail=tail
                 )
                 q, k, v, z = self.heads_of(qkv_TP, z_TP)
-                gated = self.gate_inputs(z, beta_TH)
-                o_THV = self.step_op(q, k, v, state_SHKV=view.states, slots_N=view.slots, **gated)
+                g, beta, gate = self.gate_inputs(z, beta_TH)
+                o_THV = self.step_op(q, k, v, g, beta, state_SHKV=view.states, slots_N=view.slots, gate=gate)
             else:
                 state = view.states[view.slots]
                 o_THV, tail, state = self.mix(qkv_TP, z_TP, beta_TH, sequences.cu_seqlens, tail, state)

@@ -168,12 +168,14 @@ def test_all_kda_model_streams_a_long_text_with_flat_memory(n: int) -> None:
 
 @pytest.mark.row(102)
 def test_hybrid_at_16k_holds_the_bytes_of_the_formula() -> None:
-    model = K3.initialised(TINY, 0).eval()
-    memory = Memory(TINY, slots=1, capacity=16_384)
+    config = TINY.replace(num_hidden_layers=2, num_attention_heads=1)
+    model = K3.initialised(config, 0).eval()
+    memory = Memory(config, slots=1, capacity=16_384)
     with torch.no_grad():
-        for part in tokens(16_384).split(4096):
-            model.hidden(part, cu(4096), memory)
-    expected = kda_slot_bytes(TINY, torch.float32) + 16_384 * mla_token_bytes(TINY, torch.float32)
+        for part in tokens(16_384).split(2048):
+            model.hidden(part, cu(2048), memory)
+    assert config.layer_kinds == ("kda", "mla")
+    expected = kda_slot_bytes(config, torch.float32) + 16_384 * mla_token_bytes(config, torch.float32)
     assert memory.nbytes(0) == expected
 
 

@@ -1,5 +1,7 @@
 """transformers' `kimi_linear` as an outside oracle for what both share: KDA with the older gate, NoPE MLA, the MoE."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -83,7 +85,9 @@ def test_mla_without_positions() -> None:
 
 
 @torch.no_grad()
-def test_kda_with_the_older_gate() -> None:
+def test_kda_with_the_older_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = inspect.unwrap(oracle.chunk_kimi_delta_attention)  # the torch form, not the GPU kernel it may stand for
+    monkeypatch.setattr(oracle, "chunk_kimi_delta_attention", plain)
     mine, (x, sequences) = ours("kda").self_attn, inputs()
     layer = oracle.KimiLinearDeltaAttention(theirs(), 0)
     tensors = mine.state_dict()
