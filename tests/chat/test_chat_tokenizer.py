@@ -247,6 +247,7 @@ def test_truncated_rank_file_names_the_line(tmp_path, cut):
     [
         (b"not base64! 100", 101),
         (b"YWI", 101),
+        (b"YW*I= 100", 101),
         (b"YWI= ten", 101),
         (b"YWI= 100 1", 101),
         (b"", 101),
