@@ -73,17 +73,23 @@ def max_violation(loads_E: Tensor) -> float:
     return int(loads_E.max()) * len(loads_E) / total - 1 if total else 0.0
 
 
-def quantile_bias(scores_TE: Tensor, cutoff_T: Tensor, k: int) -> Tensor:
-    """The exact rule (eq. 14): minus the (q + 1)-th largest of score - cutoff per expert, centred; q = T k / E.
+def required_quantile(scores_TE: Tensor, cutoff_T: Tensor, k: int) -> Tensor:
+    """The (q + 1)-th smallest required bias cutoff - score of each expert, q = T k / E: [E] in the scores' dtype.
 
-    That is the k/E quantile of the required bias cutoff - score, as an order statistic: an interpolating quantile is
-    another number. If T k / E is no whole number, its floor is taken (still a minimiser of the dual). Returns [E] in
-    the scores' dtype, for the *next* batch.
+    With it exactly q tokens of each expert clear their cutoff (eq. 14: minus the (q + 1)-th largest of score -
+    cutoff). An order statistic: an interpolating quantile is another number. If T k / E is no whole number its floor
+    is taken, which is the minimiser of the dual. Raises ValueError without a token.
     """
     n_tokens, n_experts = scores_TE.shape
-    rank = n_tokens * k // n_experts + 1
+    if not n_tokens:
+        raise ValueError("the quantile of 0 tokens does not exist; expected scores [T, E] with T >= 1")
     required_ET = (cutoff_T[:, None] - scores_TE).detach().t().contiguous()
-    bias_E = required_ET.kthvalue(rank, dim=-1).values
+    return required_ET.kthvalue(n_tokens * k // n_experts + 1, dim=-1).values
+
+
+def quantile_bias(scores_TE: Tensor, cutoff_T: Tensor, k: int) -> Tensor:
+    """The exact rule: `required_quantile`, centred. The bias of the *next* batch; centring changes no selection."""
+    bias_E = required_quantile(scores_TE, cutoff_T, k)
     return bias_E - bias_E.mean()
 
 
@@ -110,23 +116,27 @@ def histogram(scores_TE: Tensor, cutoff_T: Tensor, bias_E: Tensor, bins: int = H
     return counts.view(n_experts, bins)
 
 
-def histogram_bias(counts_EB: Tensor, bias_E: Tensor, k: int) -> Tensor:
-    """The bias for the next step from the counts of a whole step: within one bin of the ceil(q)-th smallest
-    required bias of each expert, interpolated inside its bin, centred (report appendix D).
+def histogram_quantile(counts_EB: Tensor, bias_E: Tensor, k: int) -> Tensor:
+    """The ceil(q)-th smallest required bias of each expert to within a bin, interpolated inside it: float64 [E].
 
-    `bias_E` is the bias the step was routed with. Without any token it is returned as it is.
+    `counts_EB` are those of a whole step, `bias_E` the bias it was routed with (report appendix D).
     """
     n_experts, bins = counts_EB.shape
     low, width = (t.double() for t in _histogram_range(bias_E, bins))
     cumulative_EB = counts_EB.long().cumsum(-1)
-    total = cumulative_EB[0, -1]
-    rank = (total * k + n_experts - 1) // n_experts  # ceil(q), in whole numbers
-    bin_E = (cumulative_EB < rank).sum(-1, keepdim=True).clamp(max=bins - 1)
-    inside_E = counts_EB.gather(1, bin_E).double()
-    before_E = cumulative_EB.gather(1, bin_E) - inside_E
-    fraction_E = ((total * k / n_experts - before_E) / inside_E.clamp(min=1)).clamp(0, 1)
-    new_E = (low + (bin_E + fraction_E) * width).squeeze(1)
-    return torch.where(total > 0, (new_E - new_E.mean()).to(bias_E.dtype), bias_E)
+    target = cumulative_EB[0, -1] * k  # q E, a whole number
+    rank = (target + n_experts - 1) // n_experts
+    bin_E1 = (cumulative_EB < rank).sum(-1, keepdim=True).clamp(max=bins - 1)
+    inside_E1 = counts_EB.gather(1, bin_E1)
+    before_E1 = cumulative_EB.gather(1, bin_E1) - inside_E1
+    fraction_E1 = ((target / n_experts - before_E1) / inside_E1.clamp(min=1)).clamp(0, 1)
+    return (low + (bin_E1 + fraction_E1) * width).squeeze(1)
+
+
+def histogram_bias(counts_EB: Tensor, bias_E: Tensor, k: int) -> Tensor:
+    """The rule as it runs: `histogram_quantile`, centred, in the bias's dtype; without any token, bias_E as it is."""
+    new_E = histogram_quantile(counts_EB, bias_E, k)
+    return torch.where(counts_EB[0].sum() > 0, (new_E - new_E.mean()).to(bias_E.dtype), bias_E)
 
 
 def sign_step(bias_E: Tensor, loads_E: Tensor, rate: float = 1e-3) -> Tensor:
