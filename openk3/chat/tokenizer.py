@@ -156,9 +156,7 @@ class Tokenizer:
         self.n_ranks = len(table)
         self.vocab_size = self.n_ranks + NUM_CONTROL
         self.control = control_names(self.n_ranks)
-        self.encoding = tiktoken.Encoding(
-            "openk3", pat_str=PATTERN, mergeable_ranks=table, special_tokens=self.control
-        )
+        self.encoding = tiktoken.Encoding("openk3", pat_str=PATTERN, mergeable_ranks=table, special_tokens=self.control)
         self.bos = self.control["[BOS]"]
         self.eos = self.control["[EOS]"]
         self.end_of_msg = self.control["<|end_of_msg|>"]

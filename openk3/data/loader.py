@@ -65,8 +65,8 @@ class Packer:
             tokens[ends[i] : ends[i + 1]] = self.tokens[start : start + length]
             targets[ends[i] : ends[i + 1]] = self.tokens[start + 1 : start + length + 1]
         lengths = self.token_bytes[targets]
-        arrays = (torch.from_numpy(array) for array in (tokens, targets, ends))
-        return Batch(*arrays, int(lengths.sum()), torch.from_numpy(lengths))
+        tensor = torch.from_numpy
+        return Batch(tensor(tokens), tensor(targets), tensor(ends), int(lengths.sum()), tensor(lengths))
 
 
 def check_positive(**values: int) -> None:

@@ -18,7 +18,7 @@ import os
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HELD_OUT_FRACTION = 0.04
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -117,9 +117,7 @@ def read_jsonl(path: Path, name: str, field: str = "text") -> list[Document]:
         try:
             text = json.loads(line)[field]
         except (ValueError, KeyError, TypeError, IndexError):
-            raise ValueError(
-                f'{path}, line {number}: expected a JSON object with a "{field}" field'
-            ) from None
+            raise ValueError(f'{path}, line {number}: expected a JSON object with a "{field}" field') from None
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f'{path}, line {number}: "{field}" must be a text that is not empty')
         documents.append(Document(f"{name}:{number}", well_formed(text)))
@@ -186,7 +184,7 @@ def hf_corpus(
     return corpus
 
 
-def load_corpus(spec: str | Sequence[str] | Mapping[str, object]) -> Corpus:
+def load_corpus(spec: str | Sequence[str] | Mapping[str, Any]) -> Corpus:
     """One entry to every source.
 
     spec: "stdlib", "installed", "hf:NAME", a glob or a list of globs; or a table with the key `source`

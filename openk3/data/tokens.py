@@ -161,13 +161,11 @@ def read_cache(folder: Path) -> Prepared | None:
         counts, files = meta["counts"], meta["files"]
         if any(checksum(folder / name) != expected for name, expected in files.items()):
             return None
-        sides = [
-            TokenArray(
-                np.load(folder / f"{name}_tokens.npy", mmap_mode="r"), np.load(folder / f"{name}_offsets.npy")
-            )
+        train, held_out = (
+            TokenArray(np.load(folder / f"{name}_tokens.npy", mmap_mode="r"), np.load(folder / f"{name}_offsets.npy"))
             for name in ("train", "held_out")
-        ]
-        return Prepared(Tokenizer(folder / TOKENIZER_FILE), *sides, **counts)
+        )
+        return Prepared(Tokenizer(folder / TOKENIZER_FILE), train, held_out, **counts)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

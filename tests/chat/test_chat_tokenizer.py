@@ -22,9 +22,7 @@ TEXTS = [pair["text"] for pair in GOLDEN["pairs"]]
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 # Merges that cross a marker, a character of several bytes and a run of one letter.
-SMALL = Tokenizer(
-    BYTES | {t: 256 + i for i, t in enumerate([b"aa", b"<|", b"|>", b"\xf0\x9f", b"\xe4\xb8", b"th"])}
-)
+SMALL = Tokenizer(BYTES | {t: 256 + i for i, t in enumerate([b"aa", b"<|", b"|>", b"\xf0\x9f", b"\xe4\xb8", b"th"])})
 
 # Text with control strings and lone surrogates in it.
 CONTROL_TEXT = st.lists(st.one_of(st.text(max_size=8), st.sampled_from(sorted(SMALL.control)))).map("".join)
@@ -70,9 +68,7 @@ def test_released_ids(released):
     for pair in GOLDEN["pairs"]:
         assert released.encode(pair["text"]) == pair["ids"]
         assert released.decode(pair["ids"]) == pair["text"]
-    assert [array.tolist() for array in released.encode_batch(TEXTS)] == [
-        pair["ids"] for pair in GOLDEN["pairs"]
-    ]
+    assert [array.tolist() for array in released.encode_batch(TEXTS)] == [pair["ids"] for pair in GOLDEN["pairs"]]
     assert released.encode("1234567") != GOLDEN["wrong_variants"][1]["ids"]
 
 
@@ -137,12 +133,8 @@ def test_ordinary_text_never_gives_control_ids(text):
 @given(CONTROL_TEXT)
 def test_flagged_text_gives_one_id_for_each_control_string(text):
     found = re.findall("|".join(map(re.escape, SMALL.control)), text)
-    assert [i for i in SMALL.encode_segments([(1, text)]) if SMALL.is_control(i)] == [
-        SMALL.control[n] for n in found
-    ]
-    assert SMALL.encode_segments([(0, text), (False, "x"), (True, "")]) == SMALL.encode(text) + SMALL.encode(
-        "x"
-    )
+    assert [i for i in SMALL.encode_segments([(1, text)]) if SMALL.is_control(i)] == [SMALL.control[n] for n in found]
+    assert SMALL.encode_segments([(0, text), (False, "x"), (True, "")]) == SMALL.encode(text) + SMALL.encode("x")
     assert SMALL.decode(SMALL.encode_with_control(text)) == text
 
 
@@ -232,9 +224,7 @@ def test_rank_file_needs_no_last_newline(tmp_path):
     assert Tokenizer(path).ranks == SMALL.ranks
 
 
-@pytest.mark.parametrize(
-    "cut", range(1, 8)
-)  # up to all of "dGg= 261"; a cut between lines leaves a whole file
+@pytest.mark.parametrize("cut", range(1, 8))  # up to all of "dGg= 261"; a cut between lines leaves a whole file
 def test_truncated_rank_file_names_the_line(tmp_path, cut):
     path = tmp_path / "cut.model"
     path.write_bytes(b"\n".join(rank_lines())[:-cut])
@@ -270,7 +260,7 @@ def test_malformed_rank_line_is_named(tmp_path, line, named):
 def test_rank_tables_that_cannot_encode():
     with pytest.raises(ValueError, match="byte 7 is missing"):
         Tokenizer({token: rank for token, rank in BYTES.items() if rank != 7})
-    with pytest.raises(ValueError, match="numbers 0..256, each once"):
+    with pytest.raises(ValueError, match=r"numbers 0\.\.256, each once"):
         Tokenizer(BYTES | {b"aa": 300})
     with pytest.raises(FileNotFoundError):
         Tokenizer("no/such/file")

@@ -9,9 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from openk3.chat.tokenizer import Tokenizer
 from openk3.data import bpe, sources
 
-TEXTS = [
-    document.text for document in sources.stdlib_corpus() if document.path.startswith(("json/", "logging/"))
-]
+TEXTS = [document.text for document in sources.stdlib_corpus() if document.path.startswith(("json/", "logging/"))]
 VARIED = [
     "def f(x):\n    return x**2 + 1\n\n\nclass XMLHttpRequest(HTTPServer2):\n\tpass\r\n",
     "I'm sure they'LL say it's fine, don't you?   \n\n  McDonald's NASA'S",
@@ -55,9 +53,7 @@ def test_ranks(trained, tokenizer):
     assert [tokenizer.ranks[bytes([byte])] for byte in range(256)] == list(range(256))
     assert tokenizer.n_ranks == 700 == 256 + len(merges)
     in_order = [tokenizer.decode([256 + i]) for i in range(len(merges))]
-    assert in_order == [
-        (left + right).replace("\u0120", " ").replace("\u010a", "\n") for left, right in merges
-    ]
+    assert in_order == [(left + right).replace("\u0120", " ").replace("\u010a", "\n") for left, right in merges]
     assert len(tokenizer.encode(TEXTS[0])) < 0.5 * len(TEXTS[0].encode())
 
 
@@ -85,9 +81,7 @@ def test_bytes_alone():
 
 
 def test_too_little_text():
-    with pytest.raises(
-        ValueError, match=r"gives 25 merges, 444 are needed for 700 ranks; .* at most 281 ranks"
-    ):
+    with pytest.raises(ValueError, match=r"gives 25 merges, 444 are needed for 700 ranks; .* at most 281 ranks"):
         bpe.train_bpe([string.ascii_lowercase], 700)
     with pytest.raises(ValueError, match="at least 256, the single bytes; got 255"):
         bpe.train_bpe(TEXTS, 255)

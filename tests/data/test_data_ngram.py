@@ -61,9 +61,7 @@ class SlowModel:
 
     def bits(self, text):
         data = b"\xff" * self.order + encode_text(text) + b"\xff"
-        return -sum(
-            np.log2(self.probability(data[i - self.order : i], data[i])) for i in range(self.order, len(data))
-        )
+        return -sum(np.log2(self.probability(data[i - self.order : i], data[i])) for i in range(self.order, len(data)))
 
 
 @given(CONTEXTS)

@@ -45,18 +45,14 @@ def test_python_corpus_skips_and_counts(tmp_path):
         tmp_path,
         {"b.py": "b = 1\r\n", "a/z.py": "z", "a.py": "a", "latin.py": b"\xe9", "empty.py": "", "c.txt": "c"},
     )
-    write(
-        tmp_path, {"test/t.py": "t", "a/tests/t.py": "t", "a/idle_test/t.py": "t", "a/__pycache__/t.py": "t"}
-    )
+    write(tmp_path, {"test/t.py": "t", "a/tests/t.py": "t", "a/idle_test/t.py": "t", "a/__pycache__/t.py": "t"})
     corpus = sources.python_corpus(tmp_path, prefix="p/")
     assert corpus == [("p/a.py", "a"), ("p/a/z.py", "z"), ("p/b.py", "b = 1\r\n")]
     assert corpus.skipped == 1
 
 
 def test_installed_corpus_keeps_each_text_once(tmp_path, monkeypatch):
-    write(
-        tmp_path, {"std/a.py": "one", "std/site-packages/x.py": "no", "site/b.py": "one", "site/c.py": "two"}
-    )
+    write(tmp_path, {"std/a.py": "one", "std/site-packages/x.py": "no", "site/b.py": "one", "site/c.py": "two"})
     write(tmp_path, {"site/d/e.py": "two", "site/d/f.py": b"\xff"})
     folders = {"stdlib": tmp_path / "std", "purelib": tmp_path / "site", "platlib": tmp_path / "site"}
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folders[name]))
@@ -200,9 +196,7 @@ def test_file_names_that_are_not_utf8(tmp_path):
     assert len(split(corpus)[0]) == len(split(corpus)[1]) == 1
 
 
-@given(
-    st.lists(st.text(max_size=8), min_size=2, max_size=60, unique=True), st.sampled_from([0.04, 0.3, 0.99])
-)
+@given(st.lists(st.text(max_size=8), min_size=2, max_size=60, unique=True), st.sampled_from([0.04, 0.3, 0.99]))
 def test_split(paths, held_out):
     corpus = Corpus(Document(path, "x" + path) for path in paths)
     train, held = split(corpus, held_out)

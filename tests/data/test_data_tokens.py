@@ -196,9 +196,7 @@ def test_too_small_a_corpus(tmp_path):
 def test_single_document(tmp_path):
     text = CORPUS[0].text
     found = prepare([Document("a", text)], 300, tmp_path)
-    assert (
-        "".join(documents(found.tokenizer, found.train) + documents(found.tokenizer, found.held_out)) == text
-    )
+    assert "".join(documents(found.tokenizer, found.train) + documents(found.tokenizer, found.held_out)) == text
 
 
 def test_bar_shows_every_stage(tmp_path, capsys):
