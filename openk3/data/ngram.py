@@ -2,7 +2,7 @@
 
 Interpolated Kneser-Ney smoothing in its modified form (Chen and Goodman 1998), with a discount for each count
 up to 8 where the paper has three. On the held-out standard library it needs 1.86 bits a byte at order 5, with
-three discounts 1.87, and Witten-Bell smoothing of the same counts 2.16; discounts tuned on the held-out side
+three discounts 1.87, and Witten-Bell smoothing of plain counts 2.16; discounts tuned on the held-out side
 itself gain below 0.01.
 
     P_k(s | c) = (n_k(c s) - D(n_k(c s))) / n_k(c) + b_k(c) P_{k-1}(s | c without its first byte),   P_{-1} =
