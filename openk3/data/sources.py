@@ -1,6 +1,6 @@
 """Where text comes from, and how it is split into training and held-out documents.
 
-    stdlib          Python's own standard library without its tests: on every machine, about 12.6 MB
+    stdlib          Python's own standard library without its tests: on every machine, 12.1 MB in Python 3.11
     installed       that, and the source files of the installed packages
     hf:NAME         a data set through the optional package `datasets`
     anything else   a glob of UTF-8 text files, or of .jsonl files with a "text" field a line
