@@ -260,6 +260,18 @@ def test_values_that_are_not_finite_survive(tmp_path: Path) -> None:
     assert page.count("<svg ") == 10
 
 
+def test_the_page_is_replaced_whole(tmp_path: Path) -> None:
+    edited(tmp_path, [{"kind": "corpus", "step": 0, "tokens": 0, "hash": HASH}])
+    target = tmp_path / "report.html"
+    target.write_text("the page before")
+    reader = tmp_path / "reader"
+    reader.hardlink_to(target)
+    write_report(tmp_path)
+    assert reader.read_text() == "the page before"  # never written into
+    assert HASH in target.read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "reader", "report.html"}
+
+
 def test_same_run_gives_the_same_bytes(run_dir: Path, page: str) -> None:
     run = read_run(run_dir)
     assert report_curves.gradient_norm(run).svg in page
