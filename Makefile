@@ -1,0 +1,62 @@
+# openk3. `make` lists the targets; everything is installed into .venv by the first one that needs it.
+PYTHON ?= python3
+JOBS ?= auto
+BIN := .venv/bin
+READY := .venv/openk3-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup tour test slow lint format coverage-table lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1#/p' Makefile | awk -F'#' '{ printf "  make %-15s %s\n", $$1, $$2 }'
+
+setup: $(READY) ## install openk3 and the locked packages into .venv
+
+# The lock pins torch, so that no other package can bring another build of it along.
+$(READY): requirements.lock pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "openk3 needs Python 3.11 or newer, and $(PYTHON) is not: name one with make setup PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+tour: setup ## what K3 is made of, a small one trained before your eyes, and its report
+	$(BIN)/openk3 tour
+
+# One thread a worker: more would fight over the cores.
+test: setup ## the quick, exact tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --maxprocesses 8
+
+slow: setup ## the tests that learn something, which takes a while
+	$(BIN)/pytest -m slow -n 0 --durations 10
+
+lint: setup ## style, types, import floors, coverage table, nothing of this machine in the package
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check . || { echo "run make format" >&2; exit 1; }
+	$(BIN)/lint-imports --quiet
+	$(BIN)/python tests/coverage_table.py --check
+	@! grep -rnE '(^|[^[:alnum:]_.])/(home|root|tmp|usr|opt|mnt|var|work|Users)/' openk3 --include='*.py' || { \
+	    echo "a path of one machine stands in the package" >&2; exit 1; }
+	@! LC_ALL=C grep -rn '[^[:print:][:space:]]' openk3 recipes --include='*.py' --include='*.toml' || { \
+	    echo "only ASCII stands in code" >&2; exit 1; }
+	$(BIN)/basedpyright --level error
+
+format: setup ## let ruff lay out the code
+	$(BIN)/ruff check --quiet --fix-only .
+	$(BIN)/ruff format --quiet .
+
+coverage-table: setup ## write docs/coverage.md: which test proves which component
+	$(BIN)/python tests/coverage_table.py
+
+lock: ## resolve all packages anew and write requirements.lock
+	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' torch==2.13.0
+	{ sed '/^[^#]/,$$d' requirements.lock; \
+	  .venv-lock/bin/python -m pip freeze --all --exclude-editable --exclude pip \
+	  | sed -E 's/\+cpu$$//; s/^triton==.*/&; sys_platform == "linux"/'; } > requirements.lock.new
+	mv requirements.lock.new requirements.lock && rm -rf .venv-lock
+
+clean: ## remove .venv and caches; runs stay
+	rm -rf .venv .venv-lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find openk3 tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
