@@ -1,0 +1,1 @@
+"""Pre-training: recipe, optimizer, balancing, checkpoints, the step loop."""
