@@ -156,7 +156,7 @@ def _size(run: Run) -> tuple[str, str]:
 def _corpus(run: Run) -> str:
     files, size = number(run.corpus.get("files")), number(run.corpus.get("bytes"))
     parts = [f"{files:,.0f} documents"] if math.isfinite(files) else []
-    parts += [f"{size / 1e6:,.1f} MB"] if math.isfinite(size) else []
+    parts += [f"{human(size)}B"] if math.isfinite(size) else []
     return ", ".join(parts)
 
 

@@ -134,6 +134,8 @@ def max_violation(run: Run) -> Panel:
 
     def draw(ax: Axes, values: np.ndarray) -> None:
         d.value_axis(ax, "max load / mean load - 1", values)
+        if ax.get_yscale() == "linear":
+            ax.set_ylim(bottom=0)
         if math.isfinite(floor):
             ax.axhline(floor, color=d.MUTED, ls=":", lw=1.3)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
@@ -82,7 +83,7 @@ def figure(title: str, draw: Callable[[Axes], None], height: float = 250) -> str
         fig = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         draw(fig.subplots())
         out = io.StringIO()
-        fig.savefig(out, format="svg", metadata={"Date": None})
+        FigureCanvasSVG(fig).print_svg(out, metadata={"Date": None})  # savefig would draw everything twice
     return _inline(out.getvalue(), title, height)
 
 

@@ -58,7 +58,7 @@ _NO_ATTNRES = "no probe of Attention Residuals (none was made yet, or the residu
 
 
 def _share(i: int, weights: list[float]) -> str:
-    return f"{100 * weights[i]:.0f} % from " + ("the embedding" if i == 0 else f"block {i}")
+    return f"{100 * weights[i]:.0f}% from " + ("the embedding" if i == 0 else f"block {i}")
 
 
 def _sites(run: Run) -> list[tuple[int, Sites]]:
