@@ -49,9 +49,7 @@ def experts(
             f"ids {tuple(ids_TK.shape)} and weights {tuple(weights_TK.shape)} must both be [{len(z_TL)}, K]"
         )
     available = {"reference": _reference, "grouped": _grouped}
-    return pick("experts", backend, available, "grouped")(
-        z_TL, ids_TK, weights_TK, w1_EIL, w3_EIL, w2_ELI, activation
-    )
+    return pick("experts", backend, available, "grouped")(z_TL, ids_TK, weights_TK, w1_EIL, w3_EIL, w2_ELI, activation)
 
 
 def _reference(

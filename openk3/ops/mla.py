@@ -157,9 +157,7 @@ def _layout(batches: list[list[int]], counts: list[int], device: torch.device) -
     return index.to(device), inverse.to(device)
 
 
-def _attend_sdpa(
-    q_THQ: Tensor, k_THQ: Tensor, v_THV: Tensor, lengths: list[tuple[int, int]], scale: float
-) -> Tensor:
+def _attend_sdpa(q_THQ: Tensor, k_THQ: Tensor, v_THV: Tensor, lengths: list[tuple[int, int]], scale: float) -> Tensor:
     """PyTorch's fused attention over batches of similar lengths. Padding stands behind the real tokens, where
     causality hides it. Values are padded to the keys' width: the CPU kernel wants one width, and without it is
     three times slower."""
@@ -189,9 +187,7 @@ def _attend_sdpa(
         mask = None
         if 1 < lq < lk:
             mask = torch.ones(lq, lk, dtype=torch.bool, device=q.device).tril(lk - lq)
-        o_BHLV = F.scaled_dot_product_attention(
-            q_BHLQ, k_BHLQ, v_BHLV, attn_mask=mask, is_causal=lq == lk, scale=scale
-        )
+        o_BHLV = F.scaled_dot_product_attention(q_BHLQ, k_BHLQ, v_BHLV, attn_mask=mask, is_causal=lq == lk, scale=scale)
         outputs.append(o_BHLV.transpose(1, 2).flatten(0, 1))
     o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     o = o if one_piece else _Rows.apply(o, inverse_q, index_q)

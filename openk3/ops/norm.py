@@ -64,9 +64,7 @@ class _RMSNorm(torch.autograd.Function):
         return d_x.to(x.dtype), d_weight.to(weight.dtype), None
 
 
-def gated_head_norm(
-    o_THV: Tensor, weight_V: Tensor, gate_THV: Tensor, eps: float, *, backend: str = "auto"
-) -> Tensor:
+def gated_head_norm(o_THV: Tensor, weight_V: Tensor, gate_THV: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
     """RMSNorm(o; weight) * sigma(gate) per head, one weight [V] for all heads (report eq. 6).
 
     o and the raw gate are [T, H, V]; all in promote(dtype, float32), cast to o.dtype once. Norm before gate, and a

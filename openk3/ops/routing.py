@@ -129,7 +129,7 @@ def histogram_quantile(counts_EB: Tensor, bias_E: Tensor, k: int) -> Tensor:
     bin_E1 = (cumulative_EB < rank).sum(-1, keepdim=True).clamp(max=bins - 1)
     inside_E1 = counts_EB.gather(1, bin_E1)
     before_E1 = cumulative_EB.gather(1, bin_E1) - inside_E1
-    fraction_E1 = ((target / n_experts - before_E1) / inside_E1.clamp(min=1)).clamp(0, 1)
+    fraction_E1 = ((target.double() / n_experts - before_E1) / inside_E1.clamp(min=1).double()).clamp(0, 1)
     return (low + (bin_E1 + fraction_E1) * width).squeeze(1)
 
 

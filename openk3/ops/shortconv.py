@@ -58,16 +58,12 @@ def _reference(
     return torch.cat(outputs), torch.stack(final)
 
 
-def _blocked(
-    x_TC: Tensor, weight_CW: Tensor, cu_seqlens: Tensor, initial_tail: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _blocked(x_TC: Tensor, weight_CW: Tensor, cu_seqlens: Tensor, initial_tail: Tensor | None) -> tuple[Tensor, Tensor]:
     y_TC = _Convolve.apply(x_TC, weight_CW, cu_seqlens, initial_tail)
     return y_TC, _final_tail(x_TC, weight_CW.shape[1] - 1, cu_seqlens, initial_tail)
 
 
-def _before_and_within(
-    x_TC: Tensor, rows: Tensor, sequence: Tensor, first: Tensor, tails: Tensor | None
-) -> Tensor:
+def _before_and_within(x_TC: Tensor, rows: Tensor, sequence: Tensor, first: Tensor, tails: Tensor | None) -> Tensor:
     """x at the token positions `rows`; where a row lies before its sequence's first token, from the tail, or zero."""
     outside = rows < first
     values = x_TC[rows.clamp(min=0)] if len(x_TC) else x_TC.new_zeros(*rows.shape, x_TC.shape[1])
@@ -139,7 +135,9 @@ class _Convolve(torch.autograd.Function):
                 stop = min(b, len(x) - lag)
                 dx_TC[a:stop].addcmul_(dz_TC[a + lag : stop + lag], w_WC[-1 - lag])
             if (start := max(a, reach)) < b:  # the rows before are within reach of a start: their dz is 0 here
-                windows = x[start - reach :].as_strided((reach + 1, b - start, x.shape[1]), (*x.stride()[:1], *x.stride()))
+                windows = x[start - reach :].as_strided(
+                    (reach + 1, b - start, x.shape[1]), (*x.stride()[:1], *x.stride())
+                )
                 dw_WBC[:, : b - start].addcmul_(dz_TC[start:b], windows)
         dw_WC = dw_WBC.sum(1)
         window_RWC = _window(x, rows, sequence, first, tails, len(w_WC))
@@ -158,9 +156,7 @@ class _Convolve(torch.autograd.Function):
         return dx_TC.to(x_TC.dtype), dw_WC.t().to(weight_CW.dtype), None, d_tails
 
 
-def _window(
-    x_TC: Tensor, rows: Tensor, sequence: Tensor, first: Tensor, tails: Tensor | None, width: int
-) -> Tensor:
+def _window(x_TC: Tensor, rows: Tensor, sequence: Tensor, first: Tensor, tails: Tensor | None, width: int) -> Tensor:
     """The inputs each of the rows [R] sees: [R, W, C]."""
     sources = rows[:, None] + torch.arange(1 - width, 1, device=rows.device)
     return _before_and_within(x_TC, sources, sequence[:, None], first[:, None], tails)

@@ -9,9 +9,7 @@ from torch import Tensor
 from openk3.ops.dispatch import pick
 
 
-def situ_glu(
-    gate: Tensor, up: Tensor, beta1: float = 4.0, beta2: float = 25.0, *, backend: str = "auto"
-) -> Tensor:
+def situ_glu(gate: Tensor, up: Tensor, beta1: float = 4.0, beta2: float = 25.0, *, backend: str = "auto") -> Tensor:
     """beta1 tanh(gate / beta1) sigma(gate) * beta2 tanh(up / beta2), both tanh and sigma of the raw gate.
 
     gate and up have one shape; computed in promote(dtype, float32), cast to gate.dtype once. |result| is at most

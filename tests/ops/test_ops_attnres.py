@@ -159,19 +159,19 @@ def test_k3_keeps_9_tensors_where_full_residuals_keep_187():
 
 
 @pytest.mark.row(45)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_two_phases_equal_one(dtype, tolerance):
     blocks = [draw(5, 32, seed=i).to(dtype) for i in range(4)]
     queries, gammas = 0.3 * draw(7, 32, seed=20).to(dtype), draw(7, 32, seed=21).to(dtype)
     partials = [draw(5, 32, seed=30 + i).to(dtype) for i in range(7)]
     folded = torch.stack([fold(q, g) for q, g in zip(queries, gammas, strict=True)])
-    m, l, o = attnres_scan(blocks, folded, EPS)
-    assert (m.shape, l.shape, o.shape) == ((7, 5), (7, 5), (7, 5, 32))
+    m, total, o = attnres_scan(blocks, folded, EPS)
+    assert (m.shape, total.shape, o.shape) == ((7, 5), (7, 5), (7, 5, 32))
     for i in range(7):
-        merged = attnres_merge(m[i], l[i], o[i], partials[i], folded[i], EPS)
+        merged = attnres_merge(m[i], total[i], o[i], partials[i], folded[i], EPS)
         whole = attnres([*blocks, partials[i]], queries[i], gammas[i], EPS, backend="reference")
         torch.testing.assert_close(merged, whole, rtol=tolerance, atol=tolerance)
-        alone = attnres_merge(m[i], l[i], o[i], None, folded[i], EPS)
+        alone = attnres_merge(m[i], total[i], o[i], None, folded[i], EPS)
         whole = attnres(blocks, queries[i], gammas[i], EPS, backend="reference")
         torch.testing.assert_close(alone, whole, rtol=tolerance, atol=tolerance)
 
@@ -182,8 +182,8 @@ def test_two_phases_hold_for_far_apart_scores():
     blocks, partial = [draw(4, 16, seed=i) for i in range(3)], draw(4, 16, seed=3)
     for scale in (300.0, -300.0):
         query = scale * partial[0]
-        m, l, o = attnres_scan(blocks, query[None], EPS)
-        merged = attnres_merge(m[0], l[0], o[0], partial, query, EPS)
+        m, total, o = attnres_scan(blocks, query[None], EPS)
+        merged = attnres_merge(m[0], total[0], o[0], partial, query, EPS)
         whole = attnres([*blocks, partial], query, torch.ones_like(query), EPS, backend="reference")
         torch.testing.assert_close(merged, whole, rtol=1e-11, atol=1e-11)
 

@@ -1,5 +1,7 @@
 """Routed experts: the sorted form against the loop, the path through the latent space, sizes."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from openk3.ops.routing import route
 from openk3.ops.situ import situ_glu, swiglu
 
 BACKENDS = ["reference", "grouped"]
-L, I = 6, 5  # latent and inner width
+L, INNER = 6, 5  # latent and inner width
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,7 +24,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def stacks(n_experts: int, seed: int = 0) -> list[torch.Tensor]:
     """w1, w3, w2."""
-    shapes = (n_experts, I, L), (n_experts, I, L), (n_experts, L, I)
+    shapes = (n_experts, INNER, L), (n_experts, INNER, L), (n_experts, L, INNER)
     return [draw(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
 
 
@@ -30,15 +32,13 @@ def by_token(z, ids, p, w1, w3, w2, activation=situ_glu) -> torch.Tensor:
     """Token by token, as the equation reads."""
     rows = []
     for t in range(len(z)):
-        terms = [
-            p[t, j] * (w2[e] @ activation(w1[e] @ z[t], w3[e] @ z[t])) for j, e in enumerate(ids[t].tolist())
-        ]
+        terms = [p[t, j] * (w2[e] @ activation(w1[e] @ z[t], w3[e] @ z[t])) for j, e in enumerate(ids[t].tolist())]
         rows.append(sum(terms))
     return torch.stack(rows) if rows else torch.zeros_like(z)
 
 
 @pytest.mark.row(46)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n_tokens=st.integers(0, 20),
     n_experts=st.integers(2, 9),
@@ -68,7 +68,7 @@ def test_gradients(activation):
 
     expected = grads(by_token)
     for backend in BACKENDS:
-        for a, b in zip(grads(lambda *a, b=backend, **k: experts(*a, backend=b, **k)), expected, strict=True):
+        for a, b in zip(grads(partial(experts, backend=backend)), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 

@@ -39,7 +39,7 @@ def attend(q, k, v, lq, lk, backend):
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=0, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs=LENGTHS, whole=st.booleans(), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
 def test_packed_equals_separate(pairs, whole, backend, seed):
     lq = [new for new, _ in pairs]
@@ -54,7 +54,7 @@ def test_packed_equals_separate(pairs, whole, backend, seed):
 
 
 @pytest.mark.parametrize(
-    "lq, lk",
+    ("lq", "lk"),
     [
         ((8, 8), (8, 8)),
         ((9, 0, 2, 8, 9), (9, 0, 2, 8, 9)),
@@ -126,7 +126,7 @@ def empty_view(n: int, page: int, pages: int, seed: int = 0, fill: float = float
 
 
 @pytest.mark.row(21)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     turns=st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=4),
     page=st.integers(1, 20),
@@ -152,7 +152,7 @@ def test_absorbed_expanded_and_no_memory_agree_in_any_split(turns, page, seed):
         torch.testing.assert_close(view.gather(n, lengths[n]), rows[n], rtol=0, atol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(counts=st.lists(st.integers(0, 7), min_size=1, max_size=5), page=st.integers(1, 6), seed=st.integers(0, 99))
 def test_append_writes_its_rows_and_no_others(counts, page, seed):
     pages = 3 + 7 // page

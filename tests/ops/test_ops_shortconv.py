@@ -54,7 +54,7 @@ def test_causal_and_reset_at_boundaries(backend):
 LENGTHS = st.lists(st.integers(0, 11), min_size=0, max_size=7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=LENGTHS, seed=st.integers(0, 1000), with_tail=st.booleans())
 def test_packed_equals_separate(lengths, seed, with_tail):
     module.BLOCK = 35  # restored by the fixture
