@@ -106,8 +106,8 @@ def _holes(train: list[Record], key: str) -> str:
 
 _RULES = {
     "quantile": (
-        "Quantile Balancing (QB) sets each expert's bias to the quantile that would have given it its share: one step "
-        "does what small fixed steps need hundreds for."
+        "Quantile Balancing (QB) sets each expert's bias anew after every step, to the quantile of the scores that "
+        "would have given it its share: there is no step size to tune."
     ),
     "sign": (
         "This run moves each expert's bias by a small fixed step toward balance, the rule that K3's Quantile Balancing "

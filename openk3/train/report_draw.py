@@ -105,6 +105,7 @@ def human(value: float, _position: object = None) -> str:
     """1234567 as "1.23M": three digits, for axes and tables. Not a number: nothing."""
     if not math.isfinite(value):
         return ""
+    value = float(f"{value:.3g}")  # 999.9 is 1k
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -227,9 +228,10 @@ ABOVE = {
 
 
 def row_axis(ax: Axes, labels: Sequence[str], most: int = 48) -> None:
-    """Rows down the y axis, the first on top; where they are many, only so many labels that each can be read."""
-    every = -(-len(labels) // most)
-    ax.set_yticks(range(0, len(labels), every), [labels[i] for i in range(0, len(labels), every)])
+    """Rows down the y axis, the first on top. Of many labels so many stay that each can be read; "" is none."""
+    named = [i for i, label in enumerate(labels) if label]
+    shown = named[:: -(-len(named) // most)]
+    ax.set_yticks(shown, [labels[i] for i in shown])
     ax.set_ylim(len(labels) - 0.4, -0.6)
     ax.grid(False, axis="y")
     ax.grid(True, axis="x")

@@ -121,11 +121,13 @@ def half_lives(run: Run) -> Panel:
         size = max(1.5, min(4.0, 200 / len(q)))
         if len(probes) > 1:
             then = _positive(np.array([start.get(head, [math.nan] * 5) for head in now]))[:, 2]
-            ax.plot(then, y, "o", mfc="none", mec=d.INK, ms=1.2 * size, mew=0.9, label=f"median, step {first:,}")
+            ax.plot(then, y, "o", mfc="none", mec=d.SERIES[1], ms=1.2 * size, mew=0.9, label=f"median, step {first:,}")
         ax.plot(q[:, 2], y, "o", color=d.INK, ms=size, label=f"median, step {last:,}")
         if np.nanmin(q) <= context <= 3 * np.nanmax(q):
             ax.axvline(context, color=d.MUTED, ls=":", lw=1.3, label="context")
-        d.row_axis(ax, [f"layer {layer}, head {h}" if h == 0 else f"{h}" for layer, h in now])
+        few = len(now) <= 48
+        labels = [f"layer {layer}" + ", head 0" * few if h == 0 else f"{h}" * few for layer, h in now]
+        d.row_axis(ax, labels)
         d.value_axis(ax, "half-life in tokens", q, "x")
         ax.legend(ncols=3, **d.ABOVE)
 

@@ -300,5 +300,5 @@ def test_spread_is_largest_over_median(tmp_path: Path) -> None:
 
 
 def test_human_numbers() -> None:
-    values = (0, 0.25, 999, 1234, 8.19e6, 2.78e12, math.nan)
-    assert [human(v) for v in values] == ["0", "0.25", "999", "1.23k", "8.19M", "2.78T", ""]
+    values = (0, 0.25, 999, 1234, 8.19e6, 999.7e6, 2.78e12, math.nan)
+    assert [human(v) for v in values] == ["0", "0.25", "999", "1.23k", "8.19M", "1B", "2.78T", ""]
