@@ -6,7 +6,7 @@ One chunk of C tokens, S0 the state entering it, G the running sum of the log de
     scores  [L; A] = X+ K-^T                 L strictly lower, A lower triangle with its diagonal
     P  = (I + L)^-1                          the UT transform: all erasures inside the chunk at once
     Vt = P (beta v - X+_k S0)                what each token really writes
-    O  = X+_q S0 + A Vt                      across chunks + inside the chunk
+    O  = X+_q S0 + A Vt                      across chunks + inside the chunk (times the scale of q)
     S1 = Gam_C * S0 + Ke^T Vt
 
 With beta folded into the rows, its gradient needs no division: dbeta_r = k_r . dx_r + v_r . Y_r, right at beta = 0 too.
@@ -42,13 +42,13 @@ MILD_RANGE = 60.0  # e^60 = 1e26 leaves 1e12 of float32's range to the gradients
 
 class Decay(NamedTuple):
     """Gam_BCK = exp(G); the columns' scale; pre_BK1 (None: all ones) and post_BK1 (None: all ones) of the state;
-    chunks that are not mild, split by what their diagonal tiles need: (chunk indices, pairwise)."""
+    chunks that are not mild, split by what their diagonal tiles need: (chunk indices, None for all; pairwise)."""
 
     Gam: Tensor
     column_scale: Tensor
     pre: Tensor | None
     post: Tensor | None
-    wild: tuple[tuple[Tensor, bool], ...]
+    wild: tuple[tuple[Tensor | None, bool], ...]
 
 
 class Config(NamedTuple):
@@ -67,12 +67,12 @@ def kda_chunked(
     """
     T, H, K = k.shape
     dtype = torch.promote_types(k.dtype, torch.float32)
-    layout = build_layout(bounds, offsets, chunk or preferred_chunk(K, v.shape[-1]), H, k.device)
     if initial_state is None:
         initial_state = torch.zeros(len(bounds) - 1, H, K, v.shape[-1], dtype=dtype, device=k.device)
     initial_state = initial_state.to(dtype)
     if T == 0:
         return None if q is None else v.clone(), initial_state.clone(), initial_state[:0]
+    layout = build_layout(bounds, offsets, chunk or preferred_chunk(K, v.shape[-1]), H, k.device)
     A_log, dt_bias, lower_bound = gate if gate is not None else (None, None, 0.0)
     config = Config(layout, scale, lower_bound)
     return _Chunked.apply(q, k, v, g, beta, A_log, dt_bias, initial_state, config)
@@ -87,9 +87,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, A_log, dt_bias, initial_state, config):
         layout = config.layout
-        p = prologue(
-            layout, initial_state.dtype, q, k, v, g, beta, A_log, dt_bias, config.lower_bound, config.scale
-        )
+        p = prologue(layout, initial_state.dtype, q, k, v, g, beta, A_log, dt_bias, config.lower_bound)
         decay = _decay(p.g)
         O, *kept = _forward(layout, p, decay, initial_state)
         ctx.set_materialize_grads(False)
@@ -99,7 +97,7 @@ class _Chunked(torch.autograd.Function):
             *p, *decay[:4], *kept, None if A_log is None else g, A_log, dt_bias, *(i for i, _ in decay.wild)
         )
         states = kept[-1]
-        o = None if O is None else layout.scatter(O).to(v.dtype)
+        o = None if O is None else layout.scatter(O).mul_(config.scale).to(v.dtype)
         return o, states.index_select(0, layout.final), states.index_select(0, layout.cuts)
 
     @staticmethod
@@ -109,9 +107,10 @@ class _Chunked(torch.autograd.Function):
         saved = ctx.saved_tensors
         p, kept, (z, A_log, dt_bias), wild = Prologue(*saved[:7]), saved[11:15], saved[15:18], saved[18:]
         decay = Decay(*saved[7:11], wild=tuple(zip(wild, ctx.pairwise, strict=True)))
-        dx, dk, dv, dg, dbeta, d_initial = _backward(layout, p, decay, *kept, do, d_final, d_cuts)
-        dq = None if p.q is None else layout.scatter(unit_backward(dx[:, 1], p.q, p.q_inverse_norm, scale))
-        dk = layout.scatter(unit_backward(dk, p.k, p.k_inverse_norm, 1.0))
+        dO = None if do is None else layout.gather(do).to(p.k.dtype).mul_(scale)
+        dx, dk, dv, dg, dbeta, d_initial = _backward(layout, p, decay, *kept, dO, d_final, d_cuts)
+        dq = None if p.q is None else layout.scatter(unit_backward(dx[:, 1], p.q, p.q_inverse_norm))
+        dk = layout.scatter(unit_backward(dk, p.k, p.k_inverse_norm))
         dv = layout.scatter(dv)
         if A_log is None:
             dg = layout.scatter(dg.masked_fill_(p.g <= lowest_decay(p.g.dtype), 0))
@@ -134,22 +133,31 @@ def _decay(g_BCK: Tensor) -> Decay:
     B, C, K = g_BCK.shape
     Gam = torch.matmul(_ones_below(C, 0, g_BCK.dtype, g_BCK.device), g_BCK)
     mild = Gam[:, -1].amin(-1) >= -MILD_RANGE
-    Gam.exp_()
-    end = Gam[:, -1, :, None]
     if mild.all():
-        return Decay(Gam, Gam.reciprocal(), None, end, ())
-    wild = (~mild).nonzero().flatten()
-    g_wild = g_BCK.index_select(0, wild)
-    to_end = torch.matmul(_ones_below(C, -1, g_BCK.dtype, g_BCK.device).T, g_wild).exp_()
-    pairwise = pairs.needs_pairs(g_wild)
-    few = max(1, PAIR_BUDGET // (C * pairs.TILE * K))
-    groups = [(wild[~pairwise], False)] if not pairwise.all() else []
-    groups += [(index, True) for index in wild[pairwise].split(few)] if pairwise.any() else []
-    if len(wild) == B:
-        return Decay(Gam, to_end, end, None, tuple(groups))
+        Gam.exp_()
+        return Decay(Gam, Gam.reciprocal(), None, Gam[:, -1, :, None], ())
+    every = not mild.any()
+    wild = None if every else (~mild).nonzero().flatten()
+    pairs.decay_factor_(Gam)
+    end = Gam[:, -1, :, None]
+    g_wild = pairs.take(g_BCK, wild)
+    to_end = pairs.decay_factor_(torch.matmul(_ones_below(C, -1, g_BCK.dtype, g_BCK.device).T, g_wild))
+    groups = _by_tile(wild, pairs.needs_pairs(g_wild), PAIR_BUDGET // (C * pairs.TILE * K))
+    if every:
+        return Decay(Gam, to_end, end, None, groups)
     column_scale = Gam.reciprocal().index_copy_(0, wild, to_end)
     mild = mild[:, None, None]
-    return Decay(Gam, column_scale, end.masked_fill(mild, 1), end.masked_fill(~mild, 1), tuple(groups))
+    return Decay(Gam, column_scale, end.masked_fill(mild, 1), end.masked_fill(~mild, 1), groups)
+
+
+def _by_tile(wild: Tensor | None, pairwise: Tensor, most: int) -> tuple[tuple[Tensor | None, bool], ...]:
+    """Wild chunks (None: all) in groups that treat their diagonal tiles alike, at most `most` pair by pair at once."""
+    if not pairwise.any():
+        return ((wild, False),)
+    if wild is None:
+        wild = torch.arange(len(pairwise), device=pairwise.device)
+    groups = [] if pairwise.all() else [(wild[~pairwise], False)]
+    return *groups, *((index, True) for index in wild[pairwise].split(max(1, most)))
 
 
 def _rows_and_columns(p: Prologue, decay: Decay) -> tuple[Tensor, Tensor]:
@@ -162,12 +170,14 @@ def _rows_and_columns(p: Prologue, decay: Decay) -> tuple[Tensor, Tensor]:
     return X, p.k * decay.column_scale
 
 
-def _wild_inputs(p: Prologue, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _wild_inputs(p: Prologue, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Undecayed rows [b, s, C, K], columns and log decay of some chunks."""
-    k, g = p.k.index_select(0, index), p.g.index_select(0, index)
-    erase = k * p.beta.index_select(0, index)
-    rows = (erase,) if p.q is None else (erase, p.q.index_select(0, index))
-    return torch.stack(rows, 1), k, g
+    k, beta = pairs.take(p.k, index), pairs.take(p.beta, index)
+    rows = k.new_empty(len(k), 1 if p.q is None else 2, *k.shape[1:])
+    torch.mul(k, beta, out=rows[:, 0])
+    if p.q is not None:
+        rows[:, 1] = pairs.take(p.q, index)
+    return rows, k, pairs.take(p.g, index)
 
 
 def _mask(scores_BsCC: Tensor) -> Tensor:
@@ -186,52 +196,47 @@ def _scores(p: Prologue, decay: Decay, X: Tensor, columns: Tensor) -> Tensor:
     else:
         scores = torch.bmm(X.view(B, s * C, K), columns.mT).view(B, s, C, C)
     for index, pairwise in decay.wild:
-        scores.index_copy_(0, index, pairs.decayed_products(*_wild_inputs(p, index), pairwise))
+        tiles = pairs.decayed_products(*_wild_inputs(p, index), pairwise)
+        scores = tiles if index is None else scores.index_copy_(0, index, tiles)
     return _mask(scores)
 
 
 def _forward(layout: Layout, p: Prologue, decay: Decay, initial_state: Tensor) -> tuple[Tensor | None, ...]:
-    """(O [B,C,V] or None, P [B,C,C], A [B,C,C] or None, Vt [B,C,V], states [N + m, H, K, V])."""
+    """(O [B,C,V] or None, P [B,C,C], scores [B,s,C,C], Vt [B,C,V], states [N + m, H, K, V])."""
     X, columns = _rows_and_columns(p, decay)
-    (B, s, C, K), V, H = X.shape, p.v.shape[-1], layout.heads
+    (B, s, C, K), V, H, N = X.shape, p.v.shape[-1], layout.heads, len(initial_state)
     scores = _scores(p, decay, X, columns)
     P = inverse_unit_lower(scores[:, 0])
-    X, columns_T, write = X.view(B, s * C, K), columns.mT, p.v * p.beta
-    states = X.new_empty(len(initial_state) + layout.chunks, H, K, V)
-    torch.index_select(initial_state, 0, layout.order, out=states[: len(initial_state)])
-    flat, after = states.view(-1, K, V), states[len(initial_state) :].view(B, K, V)
+    write = p.v * p.beta
+    states = X.new_empty(N + layout.chunks, H, K, V)
+    torch.index_select(initial_state, 0, layout.order, out=states[:N])
+    after, S = states[N:].view(B, K, V), states[:N].view(N * H, K, V)
     read_out, Vt = X.new_empty(B, s * C, V), X.new_empty(B, C, V)
-    for first, n, read in layout.steps:
-        at, S = slice(first * H, (first + n) * H), flat[read * H : (read + n) * H]
-        torch.bmm(X[at], S, out=read_out[at])
-        torch.bmm(P[at], write[at] - read_out[at, :C], out=Vt[at])
-        S = S if decay.pre is None else S * decay.pre[at]
-        torch.baddbmm(S, columns_T[at], Vt[at], out=after[at])
-        if decay.post is not None:
-            after[at].mul_(decay.post[at])
-    if s == 1:
-        return None, P, None, Vt, states
-    A = scores[:, 1].contiguous()
-    return torch.baddbmm(read_out[:, C:], A, Vt), P, A, Vt, states
+    pieces = layout.by_step(X.view(B, s * C, K), columns.mT, P, write, read_out, Vt, after, decay.pre, decay.post)
+    for rows, columns_T, inverse, wanted, read, written, S1, pre, post in pieces:
+        S = S[: len(S1)]
+        torch.bmm(rows, S, out=read)
+        torch.bmm(inverse, wanted - read[:, :C], out=written)
+        torch.baddbmm(S if pre is None else S * pre, columns_T, written, out=S1)
+        S = S1 if post is None else S1.mul_(post)
+    O = None if s == 1 else torch.baddbmm(read_out[:, C:], scores[:, 1], Vt)
+    return O, P, scores, Vt, states
 
 
 def _backward(
-    layout: Layout, p: Prologue, decay: Decay, P: Tensor, A: Tensor | None, Vt: Tensor, states: Tensor,
-    do: Tensor | None, d_final: Tensor | None, d_cuts: Tensor | None,
+    layout: Layout, p: Prologue, decay: Decay, P: Tensor, scores: Tensor, Vt: Tensor, states: Tensor,
+    dO: Tensor | None, d_final: Tensor | None, d_cuts: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Gradients dx [B,s,C,K] (of beta k and q), dk (of k as a column and inside beta k), dv, dg, dbeta, d_initial."""
     X, columns = _rows_and_columns(p, decay)
-    G, after, d_after, d_initial = _backward_states(
-        layout, X, columns, decay, P, A, Vt, states, do, d_final, d_cuts
-    )
-    (B, s, C, K), V = X.shape, Vt.shape[-1]
-    entering = states[: layout.chunks] if layout.enter is None else states.index_select(0, layout.enter)
-    D = d_after if decay.post is None else d_after * decay.post
-    d_scores = _mask(torch.bmm(G.view(B, s * C, V), Vt.mT).view(B, s, C, C))
-    dX = torch.bmm(G.view(B, s * C, V), entering.view(B, K, V).mT)
-    d_columns = torch.bmm(Vt, D.mT)
+    (B, s, C, K), V, m = X.shape, Vt.shape[-1], layout.chunks
+    G, d_after, d_initial = _backward_states(layout, X, columns, decay, P, scores, V, dO, d_final, d_cuts)
+    G, entering = G.view(B, s * C, V), states[:m] if layout.enter is None else states.index_select(0, layout.enter)
+    d_scores = _mask(torch.bmm(G, Vt.mT).view(B, s, C, C))
+    dX = torch.bmm(G, entering.view(B, K, V).mT)
+    d_columns = torch.bmm(Vt, (d_after if decay.post is None else d_after * decay.post).mT)
     by_tiles = [
-        pairs.decayed_products_backward(d_scores.index_select(0, index), *_wild_inputs(p, index), pairwise)
+        pairs.decayed_products_backward(pairs.take(d_scores, index), *_wild_inputs(p, index), pairwise)
         for index, pairwise in decay.wild
     ]
     if decay.post is not None:
@@ -240,55 +245,56 @@ def _backward(
         d_scores = d_scores.view(B, s * C, C)
         dX.baddbmm_(d_scores, columns)
         d_columns.baddbmm_(d_scores.mT, X.view(B, s * C, K))
-    # The gradient of G from the very factors that were multiplied: a pair adds at its row what it takes away at its
-    # column, and what is left after the sum can be smaller by the whole decay (kernels.md 6.2).
+    # The gradient of the running sum of g, from the very factors that were multiplied: a pair adds at its row what
+    # it takes away at its column, and what is left can be smaller by the whole decay (kernels.md 6.2).
     dX = dX.view(B, s, C, K)
     dG = X[:, 0] * dX[:, 0]
     if s == 2:
         dG.addcmul_(X[:, 1], dX[:, 1])
     dG.addcmul_(columns, d_columns, value=-1)
-    dG[:, -1] += (after * d_after).sum(-1)
+    dG[:, -1] += (d_after.mul_(states[-m:].view(B, K, V))).sum(-1)
     dg = torch.matmul(_ones_below(C, 0, dG.dtype, dG.device).T, dG)
-    dx = dX.mul_(decay.Gam[:, None])
-    dk = d_columns.mul_(decay.column_scale)
-    for (index, _), (dx_wild, dk_wild, dg_wild) in zip(decay.wild, by_tiles, strict=True):
-        dx.index_add_(0, index, dx_wild), dk.index_add_(0, index, dk_wild), dg.index_add_(0, index, dg_wild)
-    Y = G[:, 0].neg()
-    dbeta = (dx[:, 0] * p.k).sum(-1, keepdim=True).add_((Y * p.v).sum(-1, keepdim=True))
-    return dx, dk.addcmul_(dx[:, 0], p.beta), Y.mul_(p.beta), dg, dbeta, d_initial
+    dx, dk = dX.mul_(decay.Gam[:, None]), d_columns.mul_(decay.column_scale)
+    for (index, _), grads in zip(decay.wild, by_tiles, strict=True):
+        for total, part in zip((dx, dk, dg), grads, strict=True):
+            total.add_(part) if index is None else total.index_add_(0, index, part)
+    minus_Y, used = G[:, :C], X[:, 0]  # X has served: its first half takes the products that are only summed
+    dbeta = torch.mul(dx[:, 0], p.k, out=used).sum(-1, keepdim=True)
+    dbeta -= (minus_Y * p.v).sum(-1, keepdim=True)
+    return dx, dk.addcmul_(dx[:, 0], p.beta), minus_Y * p.beta.neg(), dg, dbeta, d_initial
 
 
 def _backward_states(
-    layout: Layout, X: Tensor, columns: Tensor, decay: Decay, P: Tensor, A: Tensor | None, Vt: Tensor,
-    states: Tensor, do: Tensor | None, d_final: Tensor | None, d_cuts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The serial part, backwards: (G = [-Y; dO] [B,s,C,V], S1, its gradient [B,K,V], gradient of the initial state).
+    layout: Layout, X: Tensor, columns: Tensor, decay: Decay, P: Tensor, scores: Tensor, V: int, dO: Tensor | None,
+    d_final: Tensor | None, d_cuts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The serial part, backwards: (G = [-Y; dO] [B,s,C,V], gradient of S1 [B,K,V], gradient of the initial state).
 
     Y is the gradient of beta v - X+_k S0.
     """
-    (B, s, C, K), V, H = X.shape, Vt.shape[-1], layout.heads
-    N = len(states) - layout.chunks
-    running = X.new_zeros(N, H, K, V) if d_final is None else d_final.index_select(0, layout.order)
-    at_cuts = None
-    if d_cuts is not None and len(d_cuts):
-        at_cuts = X.new_zeros(states.shape).index_add_(0, layout.cuts, d_cuts)[N:].view(B, K, V)
-    G, from_outputs = X.new_zeros(B, s, C, V), X.new_zeros(B, C, V)
-    if s == 2 and do is not None:
-        G[:, 1] = layout.gather(do)
-        torch.bmm(A.mT, G[:, 1], out=from_outputs)
-    running, d_after, X = running.view(N * H, K, V), X.new_empty(B, K, V), X.view(B, s * C, K)
-    for first, n, _ in reversed(layout.steps):
-        at, dS = slice(first * H, (first + n) * H), running[: n * H]
-        if at_cuts is not None:
-            dS += at_cuts[at]
-        d_after[at] = dS
-        if decay.post is not None:
-            dS *= decay.post[at]
-        d_Vt = torch.baddbmm(from_outputs[at], columns[at], dS)
-        G[at, 0] = torch.bmm(P[at].mT, d_Vt).neg_()
-        if decay.pre is not None:
-            dS *= decay.pre[at]
-        dS.baddbmm_(X[at].mT, G[at].view(n * H, s * C, V))
-    d_initial = torch.empty_like(running.view(N, H, K, V))
-    d_initial[layout.order] = running.view(N, H, K, V)
-    return G, states[N:].view(B, K, V), d_after, d_initial
+    (B, s, C, K), H, N = X.shape, layout.heads, len(layout.order)
+    dS_N = X.new_zeros(N, H, K, V) if d_final is None else d_final.index_select(0, layout.order)
+    d_after, running = X.new_zeros(B, K, V), dS_N.view(N * H, K, V)
+    if d_cuts is not None:
+        # A cut is a state after a chunk, so it lies behind the N initial states.
+        d_after.view(-1, H, K, V).index_add_(0, layout.cuts - N, d_cuts)
+    if dO is not None:
+        G = X.new_empty(B, s, C, V)
+        G[:, 1] = dO
+        from_outputs = torch.bmm(scores[:, 1].mT, G[:, 1])
+    else:
+        G, from_outputs = X.new_zeros(B, s, C, V), X.new_zeros(B, C, V)
+    pieces = layout.by_step(
+        X.view(B, s * C, K).mT, columns, P.mT, from_outputs, G.view(B, s * C, V), d_after, decay.pre, decay.post
+    )
+    for rows_T, columns_n, inverse_T, from_output, G_n, dS1, pre, post in reversed(list(pieces)):
+        dS = running[: len(dS1)]
+        dS1.add_(dS)
+        torch.mul(dS1, post, out=dS) if post is not None else dS.copy_(dS1)
+        G_n[:, :C] = torch.bmm(inverse_T, torch.baddbmm(from_output, columns_n, dS)).neg_()
+        if pre is not None:
+            dS.mul_(pre)
+        dS.baddbmm_(rows_T, G_n)
+    d_initial = torch.empty_like(dS_N)
+    d_initial[layout.order] = dS_N
+    return G, d_after, d_initial

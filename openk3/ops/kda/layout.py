@@ -7,8 +7,10 @@ every sequence that has one, and so on, the longest sequence leading. The serial
 on contiguous slices, all sequences and heads at once, without padding short sequences to long ones.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ class Layout:
     rows: Tensor  # [m*H*C] row of [T*H]; padding reads row 0
     padding: Tensor  # positions of [m*H*C] that hold no token
     inverse: Tensor  # [T*H] position in [m*H*C]
-    steps: tuple[tuple[int, int, int], ...]  # (first chunk, chunks of this step, first state it reads)
+    steps: tuple[int, ...]  # chunks of each step, one a sequence
     order: Tensor  # [N] sequences, longest first
     enter: Tensor | None  # [m] state each chunk starts from; None when that is 0 .. m-1
     final: Tensor  # [N] state each sequence ends with
@@ -45,8 +47,13 @@ class Layout:
         """[m*H, C, c] -> [T, H, c]."""
         return x.reshape(-1, x.shape[-1]).index_select(0, self.inverse).view(-1, self.heads, x.shape[-1])
 
+    def by_step(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+        """Tensors [m*H, ...] cut into the steps of the serial pass; None stays None."""
+        sizes = [n * self.heads for n in self.steps]
+        return zip(*(repeat(None) if x is None else x.split(sizes) for x in tensors))
 
-@lru_cache(maxsize=16)
+
+@lru_cache(maxsize=4)
 def build_layout(bounds: tuple[int, ...], offsets: tuple[int, ...], chunk: int, heads: int,
                  device: torch.device) -> Layout:
     """Cut the sequences between `bounds` into chunks; the grid starts anew at every bound and every offset.
@@ -65,21 +72,17 @@ def build_layout(bounds: tuple[int, ...], offsets: tuple[int, ...], chunk: int, 
     order = sorted(range(n_seq), key=lambda i: -len(starts[i]))
     counts = [len(starts[i]) for i in order]
     rank = {i: r for r, i in enumerate(order)}
-    steps, first, read = [], 0, 0
-    for c in range(counts[0] if counts else 0):
-        active = sum(1 for n in counts if n > c)
-        steps.append((first, active, read))
-        read = n_seq + first
-        first += active
-    chunks = first
+    steps = [sum(1 for n in counts if n > c) for c in range(counts[0] if counts else 0)]
+    first = list(accumulate(steps, initial=0))  # the number of the first chunk of each step
+    chunks = first[-1]
 
     def state_after(i: int, c: int) -> int:
-        return rank[i] if c < 0 else n_seq + steps[c][0] + rank[i]
+        return rank[i] if c < 0 else n_seq + first[c] + rank[i]
 
     as_index = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-    chunk_start = as_index([starts[order[r]][c] for c, (_, n, _) in enumerate(steps) for r in range(n)])
-    chunk_length = as_index([lengths[order[r]][c] for c, (_, n, _) in enumerate(steps) for r in range(n)])
-    enter = [read + r for _, n, read in steps for r in range(n)]
+    chunk_start = as_index([starts[order[r]][c] for c, n in enumerate(steps) for r in range(n)])
+    chunk_length = as_index([lengths[order[r]][c] for c, n in enumerate(steps) for r in range(n)])
+    enter = [state_after(order[r], c - 1) for c, n in enumerate(steps) for r in range(n)]
 
     token = torch.arange(chunk)
     row = (chunk_start[:, None, None] + token) * heads + torch.arange(heads)[:, None]

@@ -39,6 +39,16 @@ def pair_sums(span: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return ((s > i) & (s <= r)).to(dtype).view(span * span, span)
 
 
+def take(x: Tensor, index: Tensor | None) -> Tensor:
+    """Some entries of the first axis; None means all, without a copy."""
+    return x if index is None else x.index_select(0, index)
+
+
+def decay_factor_(exponent: Tensor) -> Tensor:
+    """exp(exponent) in place, of an exponent <= 0, held above the denormal numbers (they take ten times as long)."""
+    return exponent.clamp_(min=-700.0 if exponent.dtype == torch.float64 else -TILE_RANGE).exp_()
+
+
 def levels(chunk: int) -> Iterator[tuple[int, slice, slice, int]]:
     """(span, rows, columns, reference) of the tiles: halves against halves, then the 16-token diagonal."""
     span = chunk
@@ -66,7 +76,11 @@ def _factors(x: Tensor, k: Tensor, g: Tensor, span: int, rows: slice, columns: s
     B, s, C, K = x.shape
     n = C // span
     D = torch.matmul(signed_sums(span, ref, g.dtype, g.device), g.view(B * n, span, K))
-    row_scale, column_scale = D[:, rows].exp(), D[:, columns].neg().exp_()
+    if rows == columns:
+        row_scale = D.exp_()
+        column_scale = row_scale.reciprocal()
+    else:
+        row_scale, column_scale = decay_factor_(D[:, rows].contiguous()), decay_factor_(D[:, columns].neg())
     x_rows = x.view(B, s, n, span, K)[:, :, :, rows].transpose(1, 2)
     factors = torch.mul(x_rows, row_scale.view(B, n, 1, -1, K), out=x.new_empty(x_rows.shape))
     k_columns = k.view(B * n, span, K)[:, columns] * column_scale
@@ -120,7 +134,7 @@ def _pair_factors(x: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tens
     B, s, C, K = x.shape
     n = C // TILE
     sums = torch.matmul(pair_sums(TILE, g.dtype, g.device), g.view(B * n, TILE, K))
-    decay = sums.exp_().view(B * n, TILE, TILE, K)
+    decay = decay_factor_(sums).view(B * n, TILE, TILE, K)
     x_rows = x.view(B, s, n, TILE, K).permute(0, 2, 3, 4, 1).reshape(B * n, TILE, K, s)
     return x_rows, decay * k.view(B * n, 1, TILE, K), decay
 

@@ -17,8 +17,8 @@ EPS = 1e-6  # added to the sum of squares, inside the root
 
 
 class Prologue(NamedTuple):
-    """q_BCK (unit length, times scale; None if no output is wanted), k_BCK (unit length), v_BCV, log decay g_BCK,
-    beta_BC1, and the inverse norms of q (scale included) and k, [B, C, 1]."""
+    """q_BCK and k_BCK of unit length (q None if no output is wanted), v_BCV, log decay g_BCK, beta_BC1, and the
+    inverse norms of q and k, [B, C, 1]."""
 
     q: Tensor | None
     k: Tensor
@@ -40,21 +40,19 @@ def unit(x_BCK: Tensor) -> tuple[Tensor, Tensor]:
     return x_BCK.mul_(inverse), inverse
 
 
-def unit_backward(dy: Tensor, y: Tensor, inverse_norm: Tensor, scale: float) -> Tensor:
-    """Gradient of scale * x / |x| given y = that; overwrites dy. `inverse_norm` includes the scale."""
-    along = (dy * y).sum(-1, keepdim=True).div_(scale * scale)
-    return dy.addcmul_(y, along, value=-1).mul_(inverse_norm)
+def unit_backward(dy_BCK: Tensor, y_BCK: Tensor, inverse_norm: Tensor) -> Tensor:
+    """Gradient of x given that of y = x / |x|; overwrites dy."""
+    along = (dy_BCK * y_BCK).sum(-1, keepdim=True)
+    return dy_BCK.addcmul_(y_BCK, along, value=-1).mul_(inverse_norm)
 
 
 def prologue(
     layout: Layout, dtype: torch.dtype, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float, scale: float,
+    A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float,
 ) -> Prologue:
     """Everything in chunks, in `dtype`. Padding has k = v = q = 0, beta = 0 and g = 0."""
     place = lambda x: layout.gather(x).to(dtype)  # noqa: E731
     q_BCK, q_inverse = (None, None) if q is None else unit(place(q))
-    if q_BCK is not None:
-        q_BCK.mul_(scale), q_inverse.mul_(scale)
     k_BCK, k_inverse = unit(place(k))
     g_BCK, beta_BC1 = place(g), place(beta[..., None])
     if A_log is None:
