@@ -1,0 +1,235 @@
+"""KDA backward in Triton, recomputing (kernels.md 6): forward states, reverse states, then all chunks at once.
+
+1. `factor_kernel` again, then `save_kernel`: the forward scan without outputs, leaving S0^T and Vt^T of every chunk.
+2. `reverse_kernel`: dS^T in the accumulators, from the last chunk to the first, leaving dS1^T of every chunk and
+   dV = dX = B^T (A^T dO + Ke dS1).
+3. `local_kernel`: everything else of a chunk, down to the gradients of the raw inputs.
+
+Two shortcuts. dN = -tril(dX Vt^T, -1) needs no Y. And since Vt_r = beta_r e_r and dX_r = beta_r Y_r, the gradient of
+beta is dbeta_r = Y_r . e_r, one product of rows; of its logit, (dX_r . Vt_r) (1 - beta) / beta.
+
+The gradient of the decay is a difference of large sums on strong gates. It is formed in float32 from the very numbers
+that entered the products (kernels.md 6.2): each product contributes with its own rounded operands, and what a column
+loses in one place a row gains in another. The term of the last row is taken as Gam_C S0 dS1 + sum_r Ke_r dKe_r.
+
+Legend: T tokens, N sequences, H heads, K key and V value channels, C tokens of a chunk, OP the operand type.
+"""
+
+import triton
+import triton.language as tl
+
+from openk3.ops.kda.triton_forward import exp2, reciprocal, split, unit_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def spans_of_sequence(first_span, first_piece, n, HAS_OFFSETS: tl.constexpr):
+    """[from, to) of the spans of sequence n."""
+    piece, next_piece = n, n + 1
+    if HAS_OFFSETS:
+        piece = tl.load(first_piece + n).to(tl.int64)
+        next_piece = tl.load(first_piece + n + 1).to(tl.int64)
+    return tl.load(first_span + piece), tl.load(first_span + next_piece)
+
+
+@triton.jit
+def save_kernel(
+    work, decay, v, states, writes, span_table, first_span, first_piece, start, max_chunks, h0, H, v_t, v_h,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, C: tl.constexpr, OP: tl.constexpr, FIELDS: tl.constexpr,
+    HAS_START: tl.constexpr, HAS_OFFSETS: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Grid (V / R, heads, N). Before each chunk S^T to `states` [heads, chunks, V, K], its Vt^T to `writes`
+    [heads, chunks, V, C]."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    local = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(2).to(tl.int64)
+    h = local + h0
+    c = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    at = c[:, None] * K + channel[None, :]
+    tile = c[:, None] * C + c[None, :]
+    S = tl.zeros([R, K], tl.float32)
+    if HAS_START:
+        S = tl.load(start + (n * H + h) * (K * V) + channel[None, :] * V + r[:, None]).to(tl.float32)
+    span_from, span_to = spans_of_sequence(first_span, first_piece, n, HAS_OFFSETS)
+    for span in range(span_from, span_to):
+        first = tl.load(span_table + span * FIELDS).to(tl.int64)
+        length = tl.load(span_table + span * FIELDS + 1)
+        chunk = local * max_chunks + tl.load(span_table + span * FIELDS + 2).to(tl.int64)
+        for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+            f = work + (chunk + i) * (4 * C * K + 3 * C * C)
+            K_plus = tl.load(f + at)
+            Ke = tl.load(f + 2 * C * K + at)
+            Ke_low = tl.load(f + 3 * C * K + at)
+            B = tl.load(f + 4 * C * K + tile)
+            B_low = tl.load(f + 4 * C * K + C * C + tile)
+            kept = tl.load(decay + (chunk + i) * K + channel)
+            token = (first + i * C + c)[:, None]
+            X = tl.load(v + token * v_t + h * v_h + r[None, :], (i * C + c < length)[:, None], 0.0)
+            S_op = S.to(OP)
+            tl.store(states + (chunk + i) * (V * K) + r[:, None] * K + channel[None, :], S_op)
+            X = tl.trans(X).to(tl.float32) - tl.dot(S_op, tl.trans(K_plus))
+            high, low = split(X, OP)
+            Vt = tl.dot(high, tl.trans(B))
+            Vt = tl.dot(low, tl.trans(B), Vt)
+            Vt = tl.dot(high, tl.trans(B_low), Vt)
+            high, low = split(Vt, OP)
+            tl.store(writes + (chunk + i) * (V * C) + r[:, None] * C + c[None, :], high)
+            S = S * kept[None, :]
+            S = tl.dot(high, Ke, S)
+            S = tl.dot(low, Ke, S)
+            S = tl.dot(high, Ke_low, S)
+
+
+@triton.jit
+def reverse_kernel(
+    work, decay, do, dv, d_states, span_table, first_span, first_piece, d_final, d_offsets, d_start, max_chunks, h0, H,
+    do_t, do_h,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, C: tl.constexpr, OP: tl.constexpr, FIELDS: tl.constexpr,
+    HAS_FINAL: tl.constexpr, HAS_START: tl.constexpr, HAS_OFFSETS: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Grid (V / R, heads, N). After each chunk dS^T to `d_states` [heads, chunks, V, K]; dv [T, H, V];
+    the gradient of the initial state to `d_start` [N, H, K, V]."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    local = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(2).to(tl.int64)
+    h = local + h0
+    c = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    at = c[:, None] * K + channel[None, :]
+    tile = c[:, None] * C + c[None, :]
+    by_column = channel[None, :] * V + r[:, None]
+    dS = tl.zeros([R, K], tl.float32)
+    if HAS_FINAL:
+        dS = tl.load(d_final + (n * H + h) * (K * V) + by_column).to(tl.float32)
+    span_from, span_to = spans_of_sequence(first_span, first_piece, n, HAS_OFFSETS)
+    for back in range(span_from, span_to):
+        span = span_from + span_to - 1 - back
+        first = tl.load(span_table + span * FIELDS).to(tl.int64)
+        length = tl.load(span_table + span * FIELDS + 1)
+        chunk = local * max_chunks + tl.load(span_table + span * FIELDS + 2).to(tl.int64)
+        if HAS_OFFSETS:
+            offset = tl.load(span_table + span * FIELDS + 3).to(tl.int64)
+            if offset >= 0:
+                dS += tl.load(d_offsets + (offset * H + h) * (K * V) + by_column).to(tl.float32)
+        chunks = tl.cdiv(length, C)
+        for j in tl.range(0, chunks, num_stages=STAGES):
+            i = chunks - 1 - j
+            f = work + (chunk + i) * (4 * C * K + 3 * C * C)
+            K_plus = tl.load(f + at)
+            Q_plus = tl.load(f + C * K + at)
+            Ke = tl.load(f + 2 * C * K + at)
+            B = tl.load(f + 4 * C * K + tile)
+            A = tl.load(f + 4 * C * K + 2 * C * C + tile)
+            kept = tl.load(decay + (chunk + i) * K + channel)
+            token = (first + i * C + c)[:, None]
+            live = (i * C + c < length)[:, None]
+            dO_T = tl.trans(tl.load(do + token * do_t + h * do_h + r[None, :], live, 0.0)).to(OP)
+            dS_op = dS.to(OP)
+            tl.store(d_states + (chunk + i) * (V * K) + r[:, None] * K + channel[None, :], dS_op)
+            dVt = tl.dot(dS_op, tl.trans(Ke))
+            dVt = tl.dot(dO_T, A, dVt)
+            dX = tl.dot(dVt.to(OP), B).to(OP)
+            tl.store(dv + (token * H + h) * V + r[None, :], tl.trans(dX).to(dv.dtype.element_ty), live)
+            dS = dS * kept[None, :]
+            dS = tl.dot(dO_T, Q_plus, dS)
+            dS = tl.dot(-dX, K_plus, dS)
+    if HAS_START:
+        tl.store(d_start + (n * H + h) * (K * V) + by_column, dS)
+
+
+@triton.jit
+def unit_gradient(dy, y, inverse):
+    """Gradient of y = x / |x|, by rows."""
+    return (dy - y * tl.sum(dy * y, 1)[:, None]) * inverse[:, None]
+
+
+@triton.jit
+def local_kernel(
+    q, k, z, beta, A_log, dt_bias, work, states, writes, do, dv, d_states, dq, dk, dz, d_beta, part_bias, part_rate,
+    chunk_table, max_chunks, h0, H, q_t, q_h, k_t, k_h, z_t, z_h, b_t, b_h, do_t, do_h, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr, OP: tl.constexpr,
+):
+    """Grid (max_chunks, heads). dq, dk, dz [T, H, K], d_beta [T, H]; float32 parts of the gradients of dt_bias
+    [chunks, H, K] and A_log [chunks, H, K], to be summed in a fixed order."""
+    FAST: tl.constexpr = tl.bfloat16 == OP
+    chunk = tl.program_id(0).to(tl.int64)
+    local = tl.program_id(1).to(tl.int64)
+    h = local + h0
+    first = tl.load(chunk_table + chunk * 2).to(tl.int64)
+    length = tl.load(chunk_table + chunk * 2 + 1)
+    row = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    wide = tl.arange(0, V)
+    part = (chunk * H + h) * K + channel
+    if length == 0:
+        tl.store(part_bias + part, tl.zeros([K], tl.float32))
+        tl.store(part_rate + part, tl.zeros([K], tl.float32))
+        return
+    live = row < length
+    live2 = live[:, None]
+    token = (first + row)[:, None]
+    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
+    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)
+    logit = tl.load(z + token * z_t + h * z_h + channel[None, :], live2, 0.0).to(tl.float32) + bias[None, :]
+    opened = reciprocal(1.0 + exp2((rate * -LOG2_E) * logit, FAST), FAST)
+    g = tl.where(live2, (lower_bound * LOG2_E) * opened, 0.0)
+    G = tl.cumsum(g, 0)
+    end = tl.sum(g, 0)
+    middle = tl.sum(tl.where(row[:, None] < C // 2, g, 0.0), 0)
+    E = exp2(G - middle[None, :], FAST)
+    inverse_E = reciprocal(E, FAST)
+    to_end = exp2(end - middle, FAST)[None, :]
+    to_middle = exp2(middle, FAST)[None, :]
+
+    f = work + (local * max_chunks + chunk) * (4 * C * K + 3 * C * C)
+    at = row[:, None] * K + channel[None, :]
+    at_state = (local * max_chunks + chunk) * (V * K) + wide[:, None] * K + channel[None, :]
+    S0_T = tl.load(states + at_state)
+    dS1_T = tl.load(d_states + at_state)
+    Vt_T = tl.load(writes + (local * max_chunks + chunk) * (V * C) + wide[:, None] * C + row[None, :])
+    dO = tl.load(do + token * do_t + h * do_h + wide[None, :], live2, 0.0).to(OP)
+    dX = tl.load(dv + (token * H + h) * V + wide[None, :], live2, 0.0).to(OP)
+    dA = tl.where(row[:, None] >= row[None, :], tl.dot(dO, Vt_T), 0.0).to(OP)
+    dN = tl.dot(dX, Vt_T)
+    both = tl.sum(tl.where(row[:, None] == row[None, :], dN, 0.0), 1)
+    b = tl.load(beta + (first + row) * b_t + h * b_h, live, 0.0).to(tl.float32)
+    # (1 - beta) / beta = e^-logit; the bound keeps 0 * inf away where beta vanishes
+    d_logit = both * tl.exp(tl.minimum(-b, 80.0))
+    tl.store(d_beta + (first + row) * H + h, d_logit.to(d_beta.dtype.element_ty), live)
+    dN = tl.where(row[:, None] > row[None, :], -dN, 0.0).to(OP)
+
+    to_k, k_inverse = unit_rows(tl.load(k + token * k_t + h * k_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
+    columns = (to_k * inverse_E).to(OP)
+    k_rows = (to_k * E).to(OP)
+    dK_state = -tl.dot(dX, S0_T)
+    dK_inside = tl.dot(dN, columns)
+    dK_end = tl.dot(tl.trans(Vt_T), dS1_T)
+    dG = tl.load(f + at).to(tl.float32) * dK_state + k_rows.to(tl.float32) * dK_inside
+    given = tl.load(f + 2 * C * K + at).to(tl.float32) * dK_end
+    dG -= given
+    kept = exp2(end, FAST)
+    last = tl.sum(given, 0) + kept * tl.sum(S0_T.to(tl.float32) * dS1_T.to(tl.float32), 0)
+    d_unit = E * (to_middle * dK_state + dK_inside) + inverse_E * (to_end * dK_end)
+
+    to_q, q_inverse = unit_rows(tl.load(q + token * q_t + h * q_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
+    q_rows = (to_q * (E * scale)).to(OP)
+    dQ_state = tl.dot(dO, S0_T)
+    dQ_inside = tl.dot(dA, columns)
+    dG += tl.load(f + C * K + at).to(tl.float32) * dQ_state + q_rows.to(tl.float32) * dQ_inside
+    dq_unit = (E * scale) * (to_middle * dQ_state + dQ_inside)
+    to = (token * H + h) * K + channel[None, :]
+    tl.store(dq + to, unit_gradient(dq_unit, to_q, q_inverse).to(dq.dtype.element_ty), live2)
+
+    d_columns = tl.dot(tl.trans(dN), k_rows)
+    d_columns = tl.dot(tl.trans(dA), q_rows, d_columns)
+    dG -= columns.to(tl.float32) * d_columns
+    d_unit += inverse_E * d_columns
+    tl.store(dk + to, unit_gradient(d_unit, to_k, k_inverse).to(dk.dtype.element_ty), live2)
+
+    dg = tl.cumsum(dG, 0, reverse=True) + last[None, :]
+    d_logits = tl.where(live2, dg * (lower_bound * rate) * opened * (1.0 - opened), 0.0)
+    tl.store(dz + to, d_logits.to(dz.dtype.element_ty), live2)
+    tl.store(part_bias + part, tl.sum(d_logits, 0))
+    tl.store(part_rate + part, tl.sum(d_logits * logit, 0))
