@@ -90,6 +90,7 @@ def cases() -> list[Case]:
         Case("short_conv", conv_in, lambda b: short_conv(c, c_weight, cu_seqlens=whole, backend=b)[0]),
         mla_case("mla, 16 x 512", [512] * 16),
         mla_case("mla, ragged", ragged()),
+        mla_case("mla, 128 x 64", [64] * 128),
         Case(f"attnres, {SOURCES} sources", depth_in, lambda b: attnres(sources, query, gamma, backend=b)),
         Case("situ_glu", glu_in, lambda b: situ_glu(g, u, backend=b)),
         Case("route", route_in, lambda b: route(logits, bias, K).weights_TK),

@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from openk3.ops.attention import attend_blocked
 from openk3.ops.dispatch import pick
+
+LONG = 256  # mean keys a query sits before, from where blocks beat the fused kernel on a CPU (benchmarks/ops_cpu.py)
 
 
 class KVView(NamedTuple):
@@ -75,8 +78,10 @@ def mla_attend(
     lengths = list(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True))
     if any(lq > lk for lq, lk in lengths):
         raise ValueError(f"a sequence has more queries than keys: (queries, keys) = {max(lengths, key=_excess)}")
-    available = {"reference": _attend_reference, "sdpa": _attend_sdpa}
-    return pick("mla_attend", backend, available, "sdpa")(q_THQ, k_THQ, v_THV, lengths, scale)
+    available = {"reference": _attend_reference, "blocked": attend_blocked, "sdpa": _attend_sdpa}
+    long = sum(lq * lk for lq, lk in lengths) >= LONG * q_THQ.shape[0]
+    default = "blocked" if long and q_THQ.device.type == "cpu" else "sdpa"
+    return pick("mla_attend", backend, available, default)(q_THQ, k_THQ, v_THV, lengths, scale)
 
 
 def _excess(lengths: tuple[int, int]) -> int:
