@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from openk3.ops.routing import Routing, histogram, histogram_bias, max_violation, sign_step
+from openk3.model.moe import Router
+from openk3.ops.routing import Routing, histogram, histogram_bias, loads, max_violation, sign_step
 from openk3.train.recipe import BalanceRecipe
 
 
@@ -40,24 +41,28 @@ class Balancer:
         if balance.rule not in ("quantile", "sign", "none"):
             raise ValueError(f"balancing rule {balance.rule!r} is not one of quantile, sign, none")
         self.balance, self.group = balance, group
-        self.routers = [m for name, m in model.named_modules() if name.endswith("block_sparse_moe.gate")]
+        self.routers = [m for m in model.modules() if isinstance(m, Router)]
         for layer, router in enumerate(self.routers):
             router.observer = partial(self.observe, layer)
         if self.routers:
-            experts = len(self.routers[0].e_score_correction_bias)
+            bias_E = self.bias(self.routers[0])
+            experts = len(bias_E)
             columns = experts * (1 + balance.bins * (balance.rule == "quantile"))
-            device = self.routers[0].e_score_correction_bias.device
-            self.table_LX = torch.zeros(len(self.routers), columns, dtype=torch.int32, device=device)
+            self.table_LX = torch.zeros(len(self.routers), columns, dtype=torch.int32, device=bias_E.device)
             self.loads_LE = self.table_LX[:, :experts]  # one tensor, so that one collective moves all of it
             self.counts_LEB = self.table_LX[:, experts:].unflatten(1, (experts, -1))
+
+    @staticmethod
+    def bias(router: Router) -> Tensor:
+        return router.get_buffer("e_score_correction_bias")
 
     @torch.no_grad()
     def observe(self, layer: int, routing: Routing) -> None:
         """Add one micro-batch: loads, and under the quantile rule the histogram of required biases."""
         loads_E = self.loads_LE[layer]
-        loads_E += torch.bincount(routing.ids_TK.flatten(), minlength=len(loads_E))
+        loads_E += loads(routing.ids_TK, len(loads_E))
         if self.balance.rule == "quantile":
-            bias_E = self.routers[layer].e_score_correction_bias
+            bias_E = self.bias(self.routers[layer])
             self.counts_LEB[layer] += histogram(routing.scores_TE, routing.cutoff_T, bias_E, self.balance.bins)
 
     @torch.no_grad()
@@ -68,7 +73,7 @@ class Balancer:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.table_LX, group=self.group)
         for layer, router in enumerate(self.routers):
-            router.e_score_correction_bias.copy_(self.solve(layer, router))
+            self.bias(router).copy_(self.solve(layer, router))
         loads_LE = self.loads_LE.to("cpu", copy=True)  # the table is emptied below
         self.table_LX.zero_()
         return Loads(
@@ -77,9 +82,9 @@ class Balancer:
             float(loads_LE[0].sum()) / loads_LE.shape[1],
         )
 
-    def solve(self, layer: int, router: nn.Module) -> Tensor:
+    def solve(self, layer: int, router: Router) -> Tensor:
         """The bias of the next step."""
-        bias_E = router.e_score_correction_bias
+        bias_E = self.bias(router)
         if self.balance.rule == "quantile":
             return histogram_bias(self.counts_LEB[layer], bias_E, router.k)
         if self.balance.rule == "sign":

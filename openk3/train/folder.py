@@ -37,7 +37,8 @@ def open_run(path: Path, recipe: Recipe) -> Iterator[Path]:
         raise UserError(f"{path} cannot be written; choose a folder of your own for the run") from None
     try:
         lock(handle, path)
-        disk.sweep(path)
+        for place in (path, path / CHECKPOINTS, path / SAMPLES):
+            disk.sweep(place)
         claim(path, recipe)
         yield path
     finally:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from openk3.train.parameters import Part
 
+aten = torch.ops.aten  # many tensors in one call
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7  # a block with no gradient at all stays where it is instead of becoming 0 / 0
 UPDATE_RMS = 0.2
@@ -76,8 +77,8 @@ class Bucket:
         direction = grad_BRC.add_(self.momentum, alpha=optim.momentum) if optim.nesterov else self.momentum
         update_BRC = newton_schulz(direction, optim.ns_steps).to(self.momentum.dtype).mul_(self.scale)
         updates = list(update_BRC.split(self.sizes))
-        torch._foreach_mul_(self.blocks, 1 - lr * optim.weight_decay)
-        torch._foreach_add_(self.blocks, updates, alpha=-lr)
+        aten._foreach_mul_(self.blocks, 1 - lr * optim.weight_decay)
+        aten._foreach_add_(self.blocks, updates, alpha=-lr)
         return updates
 
     def state(self) -> dict[str, Tensor]:

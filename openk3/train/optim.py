@@ -16,6 +16,7 @@ from openk3.train.muon import buckets
 from openk3.train.parameters import plan
 from openk3.train.recipe import OptimRecipe
 
+aten = torch.ops.aten  # many tensors in one call
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
 
 
@@ -36,16 +37,16 @@ class AdamW:
         weights = [self.weights[i].detach() for i in live]
         grads = [self.weights[i].grad for i in live]
         mean, square = [self.mean[i] for i in live], [self.square[i] for i in live]
-        torch._foreach_lerp_(mean, grads, 1 - BETA1)
-        torch._foreach_mul_(square, BETA2)
-        torch._foreach_addcmul_(square, grads, grads, 1 - BETA2)
-        denominator = torch._foreach_sqrt(square)
-        torch._foreach_div_(denominator, (1 - BETA2**count) ** 0.5)
-        torch._foreach_add_(denominator, EPS)
-        updates = torch._foreach_div(mean, denominator)
-        torch._foreach_div_(updates, 1 - BETA1**count)
-        torch._foreach_mul_(weights, 1 - lr * self.weight_decay)
-        torch._foreach_add_(weights, updates, alpha=-lr)
+        aten._foreach_lerp_(mean, grads, 1 - BETA1)
+        aten._foreach_mul_(square, BETA2)
+        aten._foreach_addcmul_(square, grads, grads, 1 - BETA2)
+        denominator = aten._foreach_sqrt(square)
+        aten._foreach_div_(denominator, (1 - BETA2**count) ** 0.5)
+        aten._foreach_add_(denominator, EPS)
+        updates = aten._foreach_div.List(mean, denominator)  # the bare name prints its arguments before it resolves
+        aten._foreach_div_(updates, 1 - BETA1**count)
+        aten._foreach_mul_(weights, 1 - lr * self.weight_decay)
+        aten._foreach_add_(weights, updates, alpha=-lr)
         return {self.names[i]: update for i, update in zip(live, updates, strict=True)}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openk3.data.loader import Batch
 from openk3.model.attnres import PlainSite
-from openk3.model.k3 import K3
+from openk3.model.k3 import K3, Layer
 from openk3.model.kda import KDA
 from openk3.train.evaluate import frozen, on_device
 
@@ -25,6 +25,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 def sites(model: K3) -> Iterator[tuple[str, PlainSite]]:
     """Every place that reads the depth, by name, in the order of the forward pass."""
     for i, layer in enumerate(model.model.layers):
+        assert isinstance(layer, Layer)
         yield f"layers.{i}.attention", layer.attention_site
         yield f"layers.{i}.mlp", layer.ffn_site
     yield "output", model.model.output_site

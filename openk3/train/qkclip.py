@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from openk3.model.mla import MLA
+
 LOGITS_AT_ONCE = 1 << 24
 
 
@@ -79,7 +81,7 @@ class QKClip:
 
     def __init__(self, model: nn.Module, tau: float, group: dist.ProcessGroup | None = None):
         self.tau, self.group = tau, group
-        self.layers = [m for m in model.modules() if hasattr(m, "kv_b_proj")] if tau > 0 else []
+        self.layers = [m for m in model.modules() if isinstance(m, MLA)] if tau > 0 else []
         self.seen: list[Seen] = []
         self.exact_heads = 0  # heads whose bound asked for the exact maximum, since the start
         if self.layers:
