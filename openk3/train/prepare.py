@@ -119,6 +119,7 @@ def start(recipe: Recipe, folder: Path, say: Callable[[str], None], *, shown: bo
     device = device_of(recipe)
     corpus = read_corpus(recipe.data)
     prepared = encode(corpus, recipe, shown)
+    torch.manual_seed(recipe.train.seed)
     model = new_model(recipe, device)
     optimizer = Optimizer(model, recipe.model, recipe.optim)
     loader = Loader(

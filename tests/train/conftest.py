@@ -21,15 +21,15 @@ def corpus_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_recipe(corpus_folder):
     """A function: overrides -> recipe of 8 small steps on the toy corpus."""
     base = [
         f"data.source={corpus_folder}/*.txt",
         "data.context=32",
+        "model.num_hidden_layers=3",  # KDA, KDA, MLA
         "train.steps=8",
         "train.batch_tokens=128",
-        "train.micro_tokens=64",
         "train.eval_every=4",
         "train.eval_tokens=128",
         "train.save_every=3",

@@ -189,7 +189,7 @@ def one_rank(rank, store):
 @pytest.mark.row(70, 71)
 def test_one_two_and_four_ranks_agree_bit_for_bit_and_averaged_quantiles_do_not(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imported once for all ranks
+    context.set_forkserver_preload(["openk3.train.loop"])  # imported once for all ranks
     with context.Pool(4) as pool:
         work = [(rank, str(tmp_path / "store")) for rank in range(4)]
         ranks = pool.starmap_async(one_rank, work, chunksize=1).get(timeout=300)
