@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from openk3.ops.kda import BoundedGate, kda
 
-from openk3.ops.kda import BoundedGate, kda  # noqa: E402  (the checkout beside this file, installed or not)
+# The products of PyTorch and the position of their first factor.
+PRODUCTS = {"bmm": 0, "baddbmm": 1, "baddbmm_": 1, "mm": 0, "addmm": 1}
 
 
 class Recorder(TorchDispatchMode):
     """Notes every matrix product that runs under it, with shapes and strides."""
-
-    PRODUCTS = {"bmm": 0, "baddbmm": 1, "baddbmm_": 1, "mm": 0, "addmm": 1}
 
     def __init__(self):
         super().__init__()
@@ -37,15 +35,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in self.PRODUCTS:
-            first = self.PRODUCTS[name]
+        if name in PRODUCTS:
+            first = PRODUCTS[name]
             self.seen.append(tuple((tuple(x.shape), x.stride()) for x in args[first : first + 2]))
         return func(*args, **(kwargs or {}))
 
 
 def like(shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Random numbers in the given layout."""
-    size = 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
     return torch.randn(size).as_strided(shape, stride)
 
 
@@ -58,7 +56,7 @@ def products_alone(call: Callable[[], object]) -> tuple[Callable[[], None], floa
     flops = sum(2.0 * a.numel() * b.shape[-1] for a, b in pairs)
 
     def replay() -> None:
-        for (a, b), out in zip(pairs, outs):
+        for (a, b), out in zip(pairs, outs, strict=True):
             torch.matmul(a, b, out=out)
 
     return replay, flops
@@ -70,7 +68,7 @@ def medians(calls: list[Callable[[], object]], rounds: int) -> list[float]:
         call()
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        for call, seen in zip(calls, times):
+        for call, seen in zip(calls, times, strict=True):
             start = time.perf_counter()
             call()
             seen.append((time.perf_counter() - start) * 1e3)
@@ -100,8 +98,16 @@ def measure(T: int, sequences: int, H: int, width: int, regime: str, rounds: int
     alone, flops = products_alone(call)
     ms, floor = medians([call, alone], rounds)
     return {
-        "T": T, "sequences": sequences, "H": H, "width": width, "regime": regime, "ms": ms, "products_ms": floor,
-        "ratio": ms / floor, "gflop": flops / 1e9, "tokens_per_s": T / ms * 1e3,
+        "T": T,
+        "sequences": sequences,
+        "H": H,
+        "width": width,
+        "regime": regime,
+        "ms": ms,
+        "products_ms": floor,
+        "ratio": ms / floor,
+        "gflop": flops / 1e9,
+        "tokens_per_s": T / ms * 1e3,
     }
 
 
@@ -109,7 +115,7 @@ def slope(rows: list[dict]) -> float:
     """Least-squares slope of log time over log T."""
     x, y = [math.log(r["T"]) for r in rows], [math.log(r["ms"]) for r in rows]
     mx, my = statistics.mean(x), statistics.mean(y)
-    return sum((a - mx) * (b - my) for a, b in zip(x, y)) / sum((a - mx) ** 2 for a in x)
+    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
 
 
 def main() -> None:
@@ -130,7 +136,8 @@ def main() -> None:
             rows.append(r)
             print(
                 f"{r['T']:>6} {r['sequences']:>4} {r['H']:>3} {r['width']:>4} {regime:>7} {r['ms']:>8.1f} "
-                f"{r['products_ms']:>9.1f} {r['ratio']:>6.2f} {r['gflop']:>6.2f}", flush=True,
+                f"{r['products_ms']:>9.1f} {r['ratio']:>6.2f} {r['gflop']:>6.2f}",
+                flush=True,
             )
         power = slope([r for r in rows if r["sequences"] == 1])
         print(f"{regime}: time grows as T^{power:.2f}")

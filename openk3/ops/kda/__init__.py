@@ -26,9 +26,18 @@ STEP = {"reference": step_reference, "torch": step_torch}
 
 
 def kda(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_THK: Tensor, beta_TH: Tensor, *, cu_seqlens: Tensor,
-    gate: BoundedGate | None = None, scale: float | None = None, initial_state: Tensor | None = None,
-    state_offsets: Tensor | Sequence[int] | None = None, backend: str = "auto",
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    gate: BoundedGate | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    state_offsets: Tensor | Sequence[int] | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, ...]:
     """(o [T,H,V] in v's dtype, final state [N,H,K,V]); with `state_offsets` also the states there, [n,H,K,V].
 
@@ -45,16 +54,33 @@ def kda(
     check_state(initial_state, (len(bounds) - 1, H, K, V))
     run = pick("kda", backend, WHOLE, "torch")
     o_THV, final, states = run(
-        q_THK, k_THK, v_THV, g_THK, beta_TH, bounds=bounds, offsets=offsets, gate=gate,
-        scale=K**-0.5 if scale is None else scale, initial_state=initial_state,
+        q_THK,
+        k_THK,
+        v_THV,
+        g_THK,
+        beta_TH,
+        bounds=bounds,
+        offsets=offsets,
+        gate=gate,
+        scale=K**-0.5 if scale is None else scale,
+        initial_state=initial_state,
     )
     return (o_THV, final) if state_offsets is None else (o_THV, final, states)
 
 
 @torch.no_grad()
 def kda_step(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_THK: Tensor, beta_TH: Tensor, *, state_SHKV: Tensor,
-    slots_N: Tensor, gate: BoundedGate | None = None, scale: float | None = None, backend: str = "auto",
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    *,
+    state_SHKV: Tensor,
+    slots_N: Tensor,
+    gate: BoundedGate | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """o [T,H,V] of T = N M tokens, M for each slot in turn; advances `state_SHKV` IN PLACE, without gradients.
 
@@ -84,8 +110,14 @@ def kda_step(
 
 
 def kda_segment(
-    k_THK: Tensor, v_THV: Tensor, g_THK: Tensor, beta_TH: Tensor, *, cu_seqlens: Tensor,
-    gate: BoundedGate | None = None, backend: str = "auto",
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    gate: BoundedGate | None = None,
+    backend: str = "auto",
 ) -> AffineMap:
     """(M [N,H,K,K], S [N,H,K,V]): each segment maps a state S_in to M S_in + S. Differentiable; errors as in `kda`."""
     check_tokens(None, k_THK, v_THV, g_THK, beta_TH, gate)
@@ -94,7 +126,15 @@ def kda_segment(
 
     def states(v: Tensor, initial_state: Tensor) -> tuple:
         return run(
-            None, k_THK, v, g_THK, beta_TH, bounds=bounds, offsets=(), gate=gate, scale=1.0,
+            None,
+            k_THK,
+            v,
+            g_THK,
+            beta_TH,
+            bounds=bounds,
+            offsets=(),
+            gate=gate,
+            scale=1.0,
             initial_state=initial_state,
         )
 

@@ -1,6 +1,7 @@
 """What the KDA functions demand of their arguments; every message names the value and what was expected."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def sequence_bounds(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
     if cu_seqlens.is_floating_point():
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}, expected int32 or int64")
     bounds = tuple(cu_seqlens.tolist())
-    if not bounds or bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in zip(bounds, bounds[1:])):
+    if not bounds or bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens {list(bounds)} must start at 0, never fall, and end at T = {T}")
     return bounds
 

@@ -19,8 +19,8 @@ gives the same numbers alone and in company.
 Only the state runs through the chunks serially, for all sequences and heads at once; all else is one batch.
 
 Legend: T tokens, N sequences, H heads, m chunks, B = m H, C tokens of a chunk, K key and V value channels,
-s stacks of rows (2, or 1 when no output is wanted). Memory kept for the backward pass: about 8 K + 2 V + 2 C numbers
-and K V / C of state a token and head.
+s stacks of rows (2, or 1 when no output is wanted). Kept for the backward pass, a token and head: 6 K + 2 V + 3 C
+numbers, and K V / C of states; everything decayed is computed again.
 """
 
 from functools import lru_cache
@@ -58,8 +58,18 @@ class Config(NamedTuple):
 
 
 def kda_chunked(
-    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, bounds: tuple[int, ...],
-    offsets: tuple[int, ...], gate: BoundedGate | None, scale: float, initial_state: Tensor | None, chunk: int = 0,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    bounds: tuple[int, ...],
+    offsets: tuple[int, ...],
+    gate: BoundedGate | None,
+    scale: float,
+    initial_state: Tensor | None,
+    chunk: int = 0,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """(o [T,H,V] or None without q, final state [N,H,K,V], states at the offsets [n,H,K,V]); any T, any decay <= 0.
 
@@ -89,7 +99,7 @@ class _Chunked(torch.autograd.Function):
         layout = config.layout
         p = prologue(layout, initial_state.dtype, q, k, v, g, beta, A_log, dt_bias, config.lower_bound)
         decay = _decay(p.g)
-        O, *kept = _forward(layout, p, decay, initial_state)
+        o_BCV, *kept = _forward(layout, p, decay, initial_state)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.pairwise = config, [pairwise for _, pairwise in decay.wild]
         ctx.dtypes = [None if x is None else x.dtype for x in (q, k, v, g, beta)]
@@ -97,13 +107,13 @@ class _Chunked(torch.autograd.Function):
             *p, *decay[:4], *kept, None if A_log is None else g, A_log, dt_bias, *(i for i, _ in decay.wild)
         )
         states = kept[-1]
-        o = None if O is None else layout.scatter(O).mul_(config.scale).to(v.dtype)
+        o = None if o_BCV is None else layout.scatter(o_BCV).mul_(config.scale).to(v.dtype)
         return o, states.index_select(0, layout.final), states.index_select(0, layout.cuts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, d_final, d_cuts):
-        config, (layout, scale, lower_bound) = ctx.config, ctx.config
+        layout, scale, lower_bound = ctx.config
         saved = ctx.saved_tensors
         p, kept, (z, A_log, dt_bias), wild = Prologue(*saved[:7]), saved[11:15], saved[15:18], saved[18:]
         decay = Decay(*saved[7:11], wild=tuple(zip(wild, ctx.pairwise, strict=True)))
@@ -130,7 +140,7 @@ def _ones_below(size: int, offset: int, dtype: torch.dtype, device: torch.device
 
 def _decay(g_BCK: Tensor) -> Decay:
     """Decay from the start of the chunk to each row, from each column on, and which chunks are mild."""
-    B, C, K = g_BCK.shape
+    _, C, K = g_BCK.shape
     Gam = torch.matmul(_ones_below(C, 0, g_BCK.dtype, g_BCK.device), g_BCK)
     mild = Gam[:, -1].amin(-1) >= -MILD_RANGE
     if mild.all():
@@ -202,7 +212,7 @@ def _scores(p: Prologue, decay: Decay, X: Tensor, columns: Tensor) -> Tensor:
 
 
 def _forward(layout: Layout, p: Prologue, decay: Decay, initial_state: Tensor) -> tuple[Tensor | None, ...]:
-    """(O [B,C,V] or None, P [B,C,C], scores [B,s,C,C], Vt [B,C,V], states [N + m, H, K, V])."""
+    """(output [B,C,V] or None, P [B,C,C], scores [B,s,C,C], Vt [B,C,V], states [N + m, H, K, V])."""
     X, columns = _rows_and_columns(p, decay)
     (B, s, C, K), V, H, N = X.shape, p.v.shape[-1], layout.heads, len(initial_state)
     scores = _scores(p, decay, X, columns)
@@ -219,13 +229,21 @@ def _forward(layout: Layout, p: Prologue, decay: Decay, initial_state: Tensor) -
         torch.bmm(inverse, wanted - read[:, :C], out=written)
         torch.baddbmm(S if pre is None else S * pre, columns_T, written, out=S1)
         S = S1 if post is None else S1.mul_(post)
-    O = None if s == 1 else torch.baddbmm(read_out[:, C:], scores[:, 1], Vt)
-    return O, P, scores, Vt, states
+    o_BCV = None if s == 1 else torch.baddbmm(read_out[:, C:], scores[:, 1], Vt)
+    return o_BCV, P, scores, Vt, states
 
 
 def _backward(
-    layout: Layout, p: Prologue, decay: Decay, P: Tensor, scores: Tensor, Vt: Tensor, states: Tensor,
-    dO: Tensor | None, d_final: Tensor | None, d_cuts: Tensor | None,
+    layout: Layout,
+    p: Prologue,
+    decay: Decay,
+    P: Tensor,
+    scores: Tensor,
+    Vt: Tensor,
+    states: Tensor,
+    dO: Tensor | None,
+    d_final: Tensor | None,
+    d_cuts: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Gradients dx [B,s,C,K] (of beta k and q), dk (of k as a column and inside beta k), dv, dg, dbeta, d_initial."""
     X, columns = _rows_and_columns(p, decay)
@@ -265,8 +283,16 @@ def _backward(
 
 
 def _backward_states(
-    layout: Layout, X: Tensor, columns: Tensor, decay: Decay, P: Tensor, scores: Tensor, V: int, dO: Tensor | None,
-    d_final: Tensor | None, d_cuts: Tensor | None,
+    layout: Layout,
+    X: Tensor,
+    columns: Tensor,
+    decay: Decay,
+    P: Tensor,
+    scores: Tensor,
+    V: int,
+    dO: Tensor | None,
+    d_final: Tensor | None,
+    d_cuts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The serial part, backwards: (G = [-Y; dO] [B,s,C,V], gradient of S1 [B,K,V], gradient of the initial state).
 

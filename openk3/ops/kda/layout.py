@@ -10,7 +10,7 @@ on contiguous slices, all sequences and heads at once, without padding short seq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -50,20 +50,22 @@ class Layout:
     def by_step(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
         """Tensors [m*H, ...] cut into the steps of the serial pass; None stays None."""
         sizes = [n * self.heads for n in self.steps]
-        return zip(*(repeat(None) if x is None else x.split(sizes) for x in tensors))
+        columns = (repeat(None, len(sizes)) if x is None else x.split(sizes) for x in tensors)
+        return zip(*columns, strict=True)
 
 
 @lru_cache(maxsize=4)
-def build_layout(bounds: tuple[int, ...], offsets: tuple[int, ...], chunk: int, heads: int,
-                 device: torch.device) -> Layout:
+def build_layout(
+    bounds: tuple[int, ...], offsets: tuple[int, ...], chunk: int, heads: int, device: torch.device
+) -> Layout:
     """Cut the sequences between `bounds` into chunks; the grid starts anew at every bound and every offset.
 
     Cached: the layers of a model, and forward and backward, ask for the same one.
     """
     starts, lengths, last_chunk = [], [], {}
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for i, (begin, end) in enumerate(pairwise(bounds)):
         cuts = sorted({begin, end, *(o for o in offsets if begin < o < end)})
-        firsts = [(a, min(chunk, stop - a)) for start, stop in zip(cuts, cuts[1:]) for a in range(start, stop, chunk)]
+        firsts = [(a, min(chunk, stop - a)) for start, stop in pairwise(cuts) for a in range(start, stop, chunk)]
         starts.append([a for a, _ in firsts])
         lengths.append([n for _, n in firsts])
         last_chunk.update({a + n: (i, c) for c, (a, n) in enumerate(firsts)})
@@ -79,7 +81,9 @@ def build_layout(bounds: tuple[int, ...], offsets: tuple[int, ...], chunk: int, 
     def state_after(i: int, c: int) -> int:
         return rank[i] if c < 0 else n_seq + first[c] + rank[i]
 
-    as_index = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+    def as_index(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
     chunk_start = as_index([starts[order[r]][c] for c, n in enumerate(steps) for r in range(n)])
     chunk_length = as_index([lengths[order[r]][c] for c, n in enumerate(steps) for r in range(n)])
     enter = [state_after(order[r], c - 1) for c, n in enumerate(steps) for r in range(n)]
@@ -91,8 +95,14 @@ def build_layout(bounds: tuple[int, ...], offsets: tuple[int, ...], chunk: int, 
     inverse = torch.empty(bounds[-1] * heads, dtype=torch.int64)
     inverse[row[real]] = real.nonzero().flatten()
     return Layout(
-        chunk=chunk, heads=heads, chunks=chunks, rows=row.to(device), padding=(~real).nonzero().flatten().to(device),
-        inverse=inverse.to(device), steps=tuple(steps), order=as_index(order).to(device),
+        chunk=chunk,
+        heads=heads,
+        chunks=chunks,
+        rows=row.to(device),
+        padding=(~real).nonzero().flatten().to(device),
+        inverse=inverse.to(device),
+        steps=tuple(steps),
+        order=as_index(order).to(device),
         enter=None if enter == list(range(chunks)) else as_index(enter).to(device),
         final=as_index([state_after(i, len(starts[i]) - 1) for i in range(n_seq)]).to(device),
         cuts=as_index([state_after(*last_chunk[o]) for o in offsets]).to(device),

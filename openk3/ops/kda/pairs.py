@@ -89,7 +89,7 @@ def _factors(x: Tensor, k: Tensor, g: Tensor, span: int, rows: slice, columns: s
 
 def decayed_products(x: Tensor, k: Tensor, g: Tensor, pairwise: bool) -> Tensor:
     """x [B,s,C,K], k [B,C,K], g [B,C,K] to [B,s,C,C]; what lies above the diagonal is not meaningful."""
-    B, s, C, K = x.shape
+    B, s, C, _ = x.shape
     out = x.new_zeros(B, s, C, C)
     for span, rows, columns, ref in levels(C):
         if span == TILE and pairwise:

@@ -47,11 +47,22 @@ def unit_backward(dy_BCK: Tensor, y_BCK: Tensor, inverse_norm: Tensor) -> Tensor
 
 
 def prologue(
-    layout: Layout, dtype: torch.dtype, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float,
+    layout: Layout,
+    dtype: torch.dtype,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
 ) -> Prologue:
     """Everything in chunks, in `dtype`. Padding has k = v = q = 0, beta = 0 and g = 0."""
-    place = lambda x: layout.gather(x).to(dtype)  # noqa: E731
+
+    def place(x: Tensor) -> Tensor:
+        return layout.gather(x).to(dtype)
+
     q_BCK, q_inverse = (None, None) if q is None else unit(place(q))
     k_BCK, k_inverse = unit(place(k))
     g_BCK, beta_BC1 = place(g), place(beta[..., None])
@@ -69,8 +80,15 @@ def prologue(
 
 
 def gate_backward(
-    layout: Layout, dg_BCK: Tensor, g_BCK: Tensor, dbeta_BC1: Tensor, beta_BC1: Tensor,
-    z_THK: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float,
+    layout: Layout,
+    dg_BCK: Tensor,
+    g_BCK: Tensor,
+    dbeta_BC1: Tensor,
+    beta_BC1: Tensor,
+    z_THK: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
 ) -> tuple[Tensor, ...]:
     """Gradients of the logits z [T,H,K] and of beta [T,H], of A_log and dt_bias; overwrites dg and dbeta.
 

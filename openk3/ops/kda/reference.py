@@ -21,10 +21,19 @@ def unit(x: Tensor) -> Tensor:
 
 
 def kda_reference(
-    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, bounds: tuple[int, ...], offsets: tuple[int, ...],
-    gate: BoundedGate | None, scale: float, initial_state: Tensor | None,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    bounds: tuple[int, ...],
+    offsets: tuple[int, ...],
+    gate: BoundedGate | None,
+    scale: float,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(o [T,H,V] or None without q, final state [N,H,K,V], states at the offsets [n,H,K,V]); differentiable to any order."""
+    """(o [T,H,V], None without q; final state [N,H,K,V]; states at the offsets [n,H,K,V]), differentiable."""
     dtype = torch.promote_types(k.dtype, torch.float32)
     N, (_, H, K), V = len(bounds) - 1, k.shape, v.shape[-1]
     out_dtype = v.dtype
@@ -45,7 +54,10 @@ def kda_reference(
             if t + 1 in offsets:
                 at[t + 1] = S_HKV
         final.append(S_HKV)
-    stack = lambda parts, *shape: torch.stack(parts) if parts else v.new_zeros(0, *shape)  # noqa: E731
+
+    def stack(parts: list[Tensor], *shape: int) -> Tensor:
+        return torch.stack(parts) if parts else v.new_zeros(0, *shape)
+
     states = stack([at[o] for o in offsets], H, K, V)
     o = None if q is None else stack(outputs, H, V).to(out_dtype)
     return o, stack(final, H, K, V), states

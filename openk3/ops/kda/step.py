@@ -11,8 +11,16 @@ from openk3.ops.kda.reference import kda_reference, unit
 
 
 def step_torch(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, state_SHKV: Tensor, slots: Tensor,
-    gate: BoundedGate | None, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    state_SHKV: Tensor,
+    slots: Tensor,
+    gate: BoundedGate | None,
+    scale: float,
 ) -> Tensor:
     """o [N M, H, V]; `slots` [N] holds distinct numbers; their states advance in place.
 
@@ -41,13 +49,29 @@ def step_torch(
 
 
 def step_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, state_SHKV: Tensor, slots: Tensor,
-    gate: BoundedGate | None, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    state_SHKV: Tensor,
+    slots: Tensor,
+    gate: BoundedGate | None,
+    scale: float,
 ) -> Tensor:
     """The same by the definition."""
     each = len(k) // len(slots)
     o, final, _ = kda_reference(
-        q, k, v, g, beta, bounds=tuple(range(0, len(k) + 1, each)), offsets=(), gate=gate, scale=scale,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        bounds=tuple(range(0, len(k) + 1, each)),
+        offsets=(),
+        gate=gate,
+        scale=scale,
         initial_state=state_SHKV.index_select(0, slots),
     )
     state_SHKV.index_copy_(0, slots, final.to(state_SHKV.dtype))
