@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/openk3-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tour test slow lint format coverage-table lock clean
+.PHONY: help setup tour test slow lint style floors covered portable types format coverage-table lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1#/p' Makefile | awk -F'#' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -31,15 +31,25 @@ test: setup ## the quick, exact tests
 slow: setup ## the tests that learn something, which takes a while
 	$(BIN)/pytest -m slow -n 0 --durations 10
 
-lint: setup ## style, types, import floors, coverage table, nothing of this machine in the package
+lint: style floors covered portable types ## style, import floors, coverage table, no path of this machine, types
+
+style: setup
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check . || { echo "run make format" >&2; exit 1; }
-	$(BIN)/lint-imports --quiet
+
+floors: setup
+	$(BIN)/lint-imports --no-logo
+
+covered: setup
 	$(BIN)/python tests/coverage_table.py --check
+
+portable:
 	@! grep -rnE '(^|[^[:alnum:]_.])/(home|root|tmp|usr|opt|mnt|var|work|Users)/' openk3 --include='*.py' || { \
 	    echo "a path of one machine stands in the package" >&2; exit 1; }
 	@! LC_ALL=C grep -rn '[^[:print:][:space:]]' openk3 recipes --include='*.py' --include='*.toml' || { \
 	    echo "only ASCII stands in code" >&2; exit 1; }
+
+types: setup
 	$(BIN)/basedpyright --level error
 
 format: setup ## let ruff lay out the code
