@@ -3,7 +3,7 @@
 1. `factor_kernel` again, then `save_kernel`: the forward scan without outputs, leaving S0^T and Vt^T of every chunk.
 2. `reverse_kernel`: dS^T in the accumulators, from the last chunk to the first, leaving dS1^T of every chunk and
    dV = dX = B^T (A^T dO + Ke dS1).
-3. `local_kernel`: everything else of a chunk, down to the gradients of the raw inputs.
+3. `query_kernel`, `key_kernel`: everything else of a chunk, down to the gradients of the raw inputs.
 
 Two shortcuts. dN = -tril(dX Vt^T, -1) needs no Y. And since Vt_r = beta_r e_r and dX_r = beta_r Y_r, the gradient of
 beta is dbeta_r = Y_r . e_r, one product of rows; of its logit, (dX_r . Vt_r) (1 - beta) / beta.
@@ -18,7 +18,7 @@ Legend: T tokens, N sequences, H heads, K key and V value channels, C tokens of 
 import triton
 import triton.language as tl
 
-from openk3.ops.kda.triton_forward import exp2, reciprocal, split, unit_rows
+from openk3.ops.kda.triton_forward import exp2, reciprocal, running_sum, split, store_split, unit_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -64,7 +64,7 @@ def save_kernel(
             Ke_low = tl.load(f + 3 * C * K + at)
             B = tl.load(f + 4 * C * K + tile)
             B_low = tl.load(f + 4 * C * K + C * C + tile)
-            kept = tl.load(decay + (chunk + i) * K + channel)
+            kept = tl.load(decay + (chunk + i) * (3 * K) + channel)
             token = (first + i * C + c)[:, None]
             X = tl.load(v + token * v_t + h * v_h + r[None, :], (i * C + c < length)[:, None], 0.0)
             S_op = S.to(OP)
@@ -122,7 +122,7 @@ def reverse_kernel(
             Ke = tl.load(f + 2 * C * K + at)
             B = tl.load(f + 4 * C * K + tile)
             A = tl.load(f + 4 * C * K + 2 * C * C + tile)
-            kept = tl.load(decay + (chunk + i) * K + channel)
+            kept = tl.load(decay + (chunk + i) * (3 * K) + channel)
             token = (first + i * C + c)[:, None]
             live = (i * C + c < length)[:, None]
             dO_T = tl.trans(tl.load(do + token * do_t + h * do_h + r[None, :], live, 0.0)).to(OP)
@@ -146,14 +146,75 @@ def unit_gradient(dy, y, inverse):
 
 
 @triton.jit
-def local_kernel(
-    q, k, z, beta, A_log, dt_bias, work, states, writes, do, dv, d_states, dq, dk, dz, d_beta, part_bias, part_rate,
-    chunk_table, max_chunks, h0, H, q_t, q_h, k_t, k_h, z_t, z_h, b_t, b_h, do_t, do_h, scale, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr, OP: tl.constexpr,
+def opened_gate(
+    z, A_log, dt_bias, h, token, z_t, z_h, channel, live2, lower_bound, K: tl.constexpr, FAST: tl.constexpr,
 ):
-    """Grid (max_chunks, heads). dq, dk, dz [T, H, K], d_beta [T, H]; float32 parts of the gradients of dt_bias
-    [chunks, H, K] and A_log [chunks, H, K], to be summed in a fixed order."""
-    FAST: tl.constexpr = tl.bfloat16 == OP
+    """Log decay, base 2, zero past the end of the chunk."""
+    rate = tl.exp(tl.load(A_log + h).to(tl.float32)) * -LOG2_E
+    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)
+    logit = tl.load(z + token * z_t + h * z_h + channel[None, :], live2, 0.0).to(tl.float32) + bias[None, :]
+    return tl.where(live2, (lower_bound * LOG2_E) * reciprocal(1.0 + exp2(rate * logit, FAST), FAST), 0.0)
+
+
+@triton.jit
+def query_kernel(
+    q, k, z, A_log, dt_bias, work, decay, states, writes, do, dq, chunk_table, max_chunks, h0, H,
+    q_t, q_h, k_t, k_h, z_t, z_h, do_t, do_h, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr, OP: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (max_chunks, heads). dq [T, H, K]; for `key_kernel`, into places of `work` that are done with: dA in place
+    of A, what q adds to dG, in two parts, in place of Q+ and the low part of Ke. One kernel for both spills."""
+    FAST: tl.constexpr = OP == tl.bfloat16
+    chunk = tl.program_id(0).to(tl.int64)
+    local = tl.program_id(1).to(tl.int64)
+    h = local + h0
+    first = tl.load(chunk_table + chunk * 2).to(tl.int64)
+    length = tl.load(chunk_table + chunk * 2 + 1)
+    if length == 0:
+        return
+    row = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    live2 = (row < length)[:, None]
+    token = (first + row)[:, None]
+    f = work + (local * max_chunks + chunk) * (4 * C * K + 3 * C * C)
+    at = row[:, None] * K + channel[None, :]
+    at_state = states + (local * max_chunks + chunk) * (V * K)
+    at_write = writes + (local * max_chunks + chunk) * (V * C)
+    dA = tl.zeros([C, C], tl.float32)
+    dQ_state = tl.zeros([C, K], tl.float32)
+    for at_v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        wide = at_v + tl.arange(0, BLOCK_V)
+        dO = tl.load(do + token * do_t + h * do_h + wide[None, :], live2, 0.0).to(OP)
+        dA = tl.dot(dO, tl.load(at_write + wide[:, None] * C + row[None, :]), dA)
+        dQ_state = tl.dot(dO, tl.load(at_state + wide[:, None] * K + channel[None, :]), dQ_state)
+    dA = tl.where(row[:, None] >= row[None, :], dA, 0.0).to(OP)
+    tl.store(f + 4 * C * K + 2 * C * C + row[:, None] * C + row[None, :], dA)
+    g = opened_gate(z, A_log, dt_bias, h, token, z_t, z_h, channel, live2, lower_bound, K, FAST)
+    middle = tl.load(decay + (local * max_chunks + chunk) * (3 * K) + K + channel)
+    E = exp2(running_sum(g, C, OP, False) - middle[None, :], FAST)
+    to_k, _ = unit_rows(tl.load(k + token * k_t + h * k_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
+    dQ_inside = tl.dot(dA, (to_k * reciprocal(E, FAST)).to(OP))
+    to_q, inverse = unit_rows(tl.load(q + token * q_t + h * q_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
+    E *= scale
+    dG = (to_q * E).to(OP).to(tl.float32) * dQ_inside + tl.load(f + C * K + at).to(tl.float32) * dQ_state
+    tl.debug_barrier()
+    store_split(f + C * K + at, f + 3 * C * K + at, dG, OP)
+    d_unit = E * (exp2(middle, FAST)[None, :] * dQ_state + dQ_inside)
+    to = dq + (token * H + h) * K + channel[None, :]
+    tl.store(to, unit_gradient(d_unit, to_q, inverse).to(dq.dtype.element_ty), live2)
+
+
+@triton.jit
+def key_kernel(
+    q, k, z, beta, A_log, dt_bias, work, decay, states, writes, dv, d_states, dk, dz, d_beta, part_bias, part_rate,
+    chunk_table, max_chunks, h0, H, q_t, q_h, k_t, k_h, z_t, z_h, b_t, b_h, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr, OP: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (max_chunks, heads), after `query_kernel`. dk, dz [T, H, K], d_beta [T, H]; float32 parts of the gradients
+    of dt_bias [chunks, H, K] and A_log [chunks, H, K], to be summed in a fixed order."""
+    FAST: tl.constexpr = OP == tl.bfloat16
     chunk = tl.program_id(0).to(tl.int64)
     local = tl.program_id(1).to(tl.int64)
     h = local + h0
@@ -161,7 +222,6 @@ def local_kernel(
     length = tl.load(chunk_table + chunk * 2 + 1)
     row = tl.arange(0, C)
     channel = tl.arange(0, K)
-    wide = tl.arange(0, V)
     part = (chunk * H + h) * K + channel
     if length == 0:
         tl.store(part_bias + part, tl.zeros([K], tl.float32))
@@ -170,29 +230,27 @@ def local_kernel(
     live = row < length
     live2 = live[:, None]
     token = (first + row)[:, None]
-    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
-    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)
-    logit = tl.load(z + token * z_t + h * z_h + channel[None, :], live2, 0.0).to(tl.float32) + bias[None, :]
-    opened = reciprocal(1.0 + exp2((rate * -LOG2_E) * logit, FAST), FAST)
-    g = tl.where(live2, (lower_bound * LOG2_E) * opened, 0.0)
-    G = tl.cumsum(g, 0)
-    end = tl.sum(g, 0)
-    middle = tl.sum(tl.where(row[:, None] < C // 2, g, 0.0), 0)
-    E = exp2(G - middle[None, :], FAST)
-    inverse_E = reciprocal(E, FAST)
-    to_end = exp2(end - middle, FAST)[None, :]
-    to_middle = exp2(middle, FAST)[None, :]
-
     f = work + (local * max_chunks + chunk) * (4 * C * K + 3 * C * C)
     at = row[:, None] * K + channel[None, :]
-    at_state = (local * max_chunks + chunk) * (V * K) + wide[:, None] * K + channel[None, :]
-    S0_T = tl.load(states + at_state)
-    dS1_T = tl.load(d_states + at_state)
-    Vt_T = tl.load(writes + (local * max_chunks + chunk) * (V * C) + wide[:, None] * C + row[None, :])
-    dO = tl.load(do + token * do_t + h * do_h + wide[None, :], live2, 0.0).to(OP)
-    dX = tl.load(dv + (token * H + h) * V + wide[None, :], live2, 0.0).to(OP)
-    dA = tl.where(row[:, None] >= row[None, :], tl.dot(dO, Vt_T), 0.0).to(OP)
-    dN = tl.dot(dX, Vt_T)
+    tile = row[:, None] * C + row[None, :]
+    to = (token * H + h) * K + channel[None, :]
+    at_state = (local * max_chunks + chunk) * (V * K)
+    at_write = writes + (local * max_chunks + chunk) * (V * C)
+
+    dN = tl.zeros([C, C], tl.float32)
+    dK_state = tl.zeros([C, K], tl.float32)
+    dK_end = tl.zeros([C, K], tl.float32)
+    last = tl.zeros([K], tl.float32)
+    for at_v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        wide = at_v + tl.arange(0, BLOCK_V)
+        dX = tl.load(dv + (token * H + h) * V + wide[None, :], live2, 0.0).to(OP)
+        Vt_T = tl.load(at_write + wide[:, None] * C + row[None, :])
+        S0_T = tl.load(states + at_state + wide[:, None] * K + channel[None, :])
+        dS1_T = tl.load(d_states + at_state + wide[:, None] * K + channel[None, :])
+        dN = tl.dot(dX, Vt_T, dN)
+        dK_state = tl.dot(dX, S0_T, dK_state)
+        dK_end = tl.dot(tl.trans(Vt_T), dS1_T, dK_end)
+        last += tl.sum(S0_T.to(tl.float32) * dS1_T.to(tl.float32), 0)
     both = tl.sum(tl.where(row[:, None] == row[None, :], dN, 0.0), 1)
     b = tl.load(beta + (first + row) * b_t + h * b_h, live, 0.0).to(tl.float32)
     # (1 - beta) / beta = e^-logit; the bound keeps 0 * inf away where beta vanishes
@@ -200,36 +258,39 @@ def local_kernel(
     tl.store(d_beta + (first + row) * H + h, d_logit.to(d_beta.dtype.element_ty), live)
     dN = tl.where(row[:, None] > row[None, :], -dN, 0.0).to(OP)
 
-    to_k, k_inverse = unit_rows(tl.load(k + token * k_t + h * k_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
-    columns = (to_k * inverse_E).to(OP)
-    k_rows = (to_k * E).to(OP)
-    dK_state = -tl.dot(dX, S0_T)
-    dK_inside = tl.dot(dN, columns)
-    dK_end = tl.dot(tl.trans(Vt_T), dS1_T)
-    dG = tl.load(f + at).to(tl.float32) * dK_state + k_rows.to(tl.float32) * dK_inside
+    g = opened_gate(z, A_log, dt_bias, h, token, z_t, z_h, channel, live2, lower_bound, K, FAST)
+    to_decay = decay + (local * max_chunks + chunk) * (3 * K) + channel
+    middle = tl.load(to_decay + K)
+    end = tl.load(to_decay + 2 * K)
+    E = exp2(tl.cumsum(g, 0) - middle[None, :], FAST)
+    last *= exp2(end, FAST)
     given = tl.load(f + 2 * C * K + at).to(tl.float32) * dK_end
-    dG -= given
-    kept = exp2(end, FAST)
-    last = tl.sum(given, 0) + kept * tl.sum(S0_T.to(tl.float32) * dS1_T.to(tl.float32), 0)
-    d_unit = E * (to_middle * dK_state + dK_inside) + inverse_E * (to_end * dK_end)
+    last += tl.sum(given, 0)
+    dG = tl.load(f + C * K + at).to(tl.float32) + tl.load(f + 3 * C * K + at).to(tl.float32) - given
+    dG -= tl.load(f + at).to(tl.float32) * dK_state
+    d_unit = reciprocal(E, FAST) * exp2(end - middle, FAST)[None, :] * dK_end
+    d_unit -= E * exp2(middle, FAST)[None, :] * dK_state
 
-    to_q, q_inverse = unit_rows(tl.load(q + token * q_t + h * q_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
+    to_k, k_inverse = unit_rows(tl.load(k + token * k_t + h * k_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
+    columns = (to_k * reciprocal(E, FAST)).to(OP)
+    k_rows = (to_k * E).to(OP)
+    d_rows = tl.dot(dN, columns)
+    dG += k_rows.to(tl.float32) * d_rows
+    d_unit += E * d_rows
+    to_q, _ = unit_rows(tl.load(q + token * q_t + h * q_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
     q_rows = (to_q * (E * scale)).to(OP)
-    dQ_state = tl.dot(dO, S0_T)
-    dQ_inside = tl.dot(dA, columns)
-    dG += tl.load(f + C * K + at).to(tl.float32) * dQ_state + q_rows.to(tl.float32) * dQ_inside
-    dq_unit = (E * scale) * (to_middle * dQ_state + dQ_inside)
-    to = (token * H + h) * K + channel[None, :]
-    tl.store(dq + to, unit_gradient(dq_unit, to_q, q_inverse).to(dq.dtype.element_ty), live2)
-
     d_columns = tl.dot(tl.trans(dN), k_rows)
-    d_columns = tl.dot(tl.trans(dA), q_rows, d_columns)
+    d_columns = tl.dot(tl.trans(tl.load(f + 4 * C * K + 2 * C * C + tile)), q_rows, d_columns)
     dG -= columns.to(tl.float32) * d_columns
-    d_unit += inverse_E * d_columns
+    d_unit += reciprocal(E, FAST) * d_columns
     tl.store(dk + to, unit_gradient(d_unit, to_k, k_inverse).to(dk.dtype.element_ty), live2)
 
-    dg = tl.cumsum(dG, 0, reverse=True) + last[None, :]
-    d_logits = tl.where(live2, dg * (lower_bound * rate) * opened * (1.0 - opened), 0.0)
+    dg = running_sum(dG, C, OP, True) + last[None, :]
+    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
+    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)
+    g = opened_gate(z, A_log, dt_bias, h, token, z_t, z_h, channel, live2, lower_bound, K, FAST) * (1.0 / LOG2_E)
+    d_logits = tl.where(live2, dg * rate * g * (1.0 - g * (1.0 / lower_bound)), 0.0)
     tl.store(dz + to, d_logits.to(dz.dtype.element_ty), live2)
     tl.store(part_bias + part, tl.sum(d_logits, 0))
+    logit = tl.load(z + token * z_t + h * z_h + channel[None, :], live2, 0.0).to(tl.float32) + bias[None, :]
     tl.store(part_rate + part, tl.sum(d_logits * logit, 0))

@@ -3,7 +3,9 @@
 `factor_kernel` (one program a chunk and head) normalises q and k, opens the gate and writes, with G the running sum of
 the log decay in the chunk and Gam = exp(G),
 
-    K+ = k Gam     Q+ = q Gam     Ke = k Gam_C / Gam     A = tril(Q+ K-^T)     B = (I + beta tril(K+ K-^T, -1))^-1 beta
+    K+ = k Gam     Q+ = q Gam     Ke = k Gam_C / Gam     A = tril(Q+ K-^T)     L = beta tril(K+ K-^T, -1)
+
+and `inverse_kernel` makes B = (I + L)^-1 diag(beta) of L, in place.
 
 `scan_kernel` walks a span with the state TRANSPOSED, S^T [rows of V, K], in the accumulators of the tensor cores:
 
@@ -48,32 +50,18 @@ def unit_rows(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def inverse_unit_lower(L, C: tl.constexpr):
-    """(I + L)^-1 of a strictly lower triangular L [C, C], C = 32.
-
-    The two 16 x 16 diagonal blocks by the finite product (I - L)(I + L^2)(I + L^4)(I + L^8), which cancels badly for
-    near-parallel keys: IEEE float32 carries it, no tensor-core format does (kernels.md 4.3). The merge may be rough.
-    """
-    HALF: tl.constexpr = C // 2
-    half = tl.arange(0, 2)
-    same = half[:, None, None, None] == half[None, None, :, None]
-    D = tl.sum(tl.where(same, tl.reshape(L, (2, HALF, 2, HALF)), 0.0), 2)
-    at = tl.arange(0, HALF)
-    X = tl.where(at[:, None] == at[None, :], 1.0, 0.0)[None, :, :] - D
-    for _ in tl.static_range(3):
-        D = tl.dot(D, D, input_precision="ieee")
-        X += tl.dot(X, D, input_precision="ieee")
-    blocks = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (C, C))
-    row = tl.arange(0, C)
-    corner = tl.where((row[:, None] >= HALF) & (row[None, :] < HALF), L, 0.0)
-    return blocks - tl.dot(blocks, tl.dot(corner, blocks, input_precision="tf32"), input_precision="tf32")
-
-
-@triton.jit
 def split(x, OP: tl.constexpr):
     """x as the sum of two operands."""
     high = x.to(OP)
     return high, (x - high.to(tl.float32)).to(OP)
+
+
+@triton.jit
+def store_split(to_high, to_low, x, OP: tl.constexpr):
+    """x as the sum of two operands, stored."""
+    high, low = split(x, OP)
+    tl.store(to_high, high)
+    tl.store(to_low, low)
 
 
 @triton.jit
@@ -82,7 +70,8 @@ def factor_kernel(
     q_t, q_h, k_t, k_h, z_t, z_h, b_t, b_h, scale, lower_bound,
     K: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr, HAS_Q: tl.constexpr, OP: tl.constexpr,
 ):
-    """Grid (max_chunks, heads of this group). work OP [heads, chunks, 4 C K + 3 C C], decay fp32 [heads, chunks, K]."""
+    """Grid (max_chunks, heads of this group). work OP [heads, chunks, 4 C K + 3 C C], decay fp32 [heads, chunks, 3, K]:
+    Gam_C, and the log decay, base 2, to the middle and to the end of the chunk."""
     FAST: tl.constexpr = tl.bfloat16 == OP
     chunk = tl.program_id(0).to(tl.int64)
     local = tl.program_id(1).to(tl.int64)
@@ -105,10 +94,9 @@ def factor_kernel(
     b = reciprocal(1.0 + exp2(b * -1.4426950408889634, FAST), FAST)
     g = tl.where(live2, g, 0.0)  # base 2 from here on
     b = tl.where(live, b, 0.0)
-    G = tl.cumsum(g, 0)
     end = tl.sum(g, 0)
     middle = tl.sum(tl.where(row[:, None] < C // 2, g, 0.0), 0)
-    E = exp2(G - middle[None, :], FAST)
+    E = exp2(tl.cumsum(g, 0) - middle[None, :], FAST)
     inverse_E = reciprocal(E, FAST)
     to_end = exp2(end - middle, FAST)
     to_middle = exp2(middle, FAST)
@@ -119,22 +107,86 @@ def factor_kernel(
     rows = to_k * E
     columns = to_k * inverse_E
     tl.store(base + at, (rows * to_middle[None, :]).to(OP))
-    high, low = split(columns * to_end[None, :], OP)
-    tl.store(base + 2 * C * K + at, high)
-    tl.store(base + 3 * C * K + at, low)
-    tl.store(decay + (local * max_chunks + chunk) * K + channel, tl.exp2(end))
+    store_split(base + 2 * C * K + at, base + 3 * C * K + at, columns * to_end[None, :], OP)
+    to_decay = decay + (local * max_chunks + chunk) * (3 * K) + channel
+    tl.store(to_decay, exp2(end, FAST))
+    tl.store(to_decay + K, middle)
+    tl.store(to_decay + 2 * K, end)
     columns_T = tl.trans(columns.to(OP))
+    N = tl.dot(rows.to(OP), columns_T)
+    L = tl.where(row[:, None] > row[None, :], N * b[:, None], 0.0)
+    store_split(base + 4 * C * K + tile, base + 4 * C * K + C * C + tile, L, OP)
     if HAS_Q:
         to_q, _ = unit_rows(tl.load(q + token * q_t + h * q_h + channel[None, :], live2, 0.0).to(tl.float32), EPS)
         q_rows = to_q * (E * scale)
         tl.store(base + C * K + at, (q_rows * to_middle[None, :]).to(OP))
         A = tl.dot(q_rows.to(OP), columns_T)
         tl.store(base + 4 * C * K + 2 * C * C + tile, tl.where(row[:, None] >= row[None, :], A, 0.0).to(OP))
-    N = tl.dot(rows.to(OP), columns_T)
-    L = tl.where(row[:, None] > row[None, :], N * b[:, None], 0.0)
-    high, low = split(inverse_unit_lower(L, C) * b[None, :], OP)
-    tl.store(base + 4 * C * K + tile, high)
-    tl.store(base + 4 * C * K + C * C + tile, low)
+
+
+@triton.jit
+def running_sum(x, C: tl.constexpr, OP: tl.constexpr, REVERSE: tl.constexpr):
+    """Sums over the rows up to each one (REVERSE: from each one on), [C, K], to 2^-17 of each term.
+
+    As a product with ones it takes a third of the time of `tl.cumsum`, whose rows lie across lanes and warps.
+    """
+    row = tl.arange(0, C)
+    up_to = row[:, None] <= row[None, :] if REVERSE else row[:, None] >= row[None, :]
+    ones = tl.where(up_to, 1.0, 0.0).to(OP)
+    high, low = split(x, OP)
+    return tl.dot(ones, low, tl.dot(ones, high))
+
+
+@triton.jit
+def inverse_of_half(L, HALF: tl.constexpr):
+    """(I + L)^-1 of a strictly lower triangular L [16, 16], as (I - L)(I + L^2)(I + L^4)(I + L^8).
+
+    The product cancels badly for near-parallel keys: IEEE float32 carries it, no tensor-core format does
+    (kernels.md 4.3).
+    """
+    at = tl.arange(0, HALF)
+    X = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - L
+    for _ in tl.static_range(3):
+        L = tl.dot(L, L, input_precision="ieee")
+        X += tl.dot(X, L, input_precision="ieee")
+    return X
+
+
+@triton.jit
+def inverse_kernel(
+    work, beta, chunk_table, max_chunks, h0, b_t, b_h, K: tl.constexpr, C: tl.constexpr, OP: tl.constexpr,
+):
+    """Grid (max_chunks, heads): L, in two parts, becomes B = (I + L)^-1 diag(beta), likewise.
+
+    One warp a program: the twelve dependent products of 16 x 16 tiles wait on each other, and without a barrier in
+    between many such programs share a multiprocessor. Inside `factor_kernel` they made it three times slower.
+    """
+    FAST: tl.constexpr = OP == tl.bfloat16
+    HALF: tl.constexpr = C // 2
+    chunk = tl.program_id(0).to(tl.int64)
+    local = tl.program_id(1).to(tl.int64)
+    first = tl.load(chunk_table + chunk * 2).to(tl.int64)
+    length = tl.load(chunk_table + chunk * 2 + 1)
+    if length == 0:
+        return
+    row = tl.arange(0, HALF)
+    high = work + (local * max_chunks + chunk) * (4 * C * K + 3 * C * C) + 4 * C * K
+    low = high + C * C
+    upper = row[:, None] * C + row[None, :]
+    lower = upper + HALF * C + HALF
+    corner = upper + HALF * C
+    to_b = beta + (first + row) * b_t + (local + h0) * b_h
+    b_up = tl.load(to_b, row < length, 0.0).to(tl.float32) * -1.4426950408889634
+    b_low = tl.load(to_b + HALF * b_t, row + HALF < length, 0.0).to(tl.float32) * -1.4426950408889634
+    b_up = tl.where(row < length, reciprocal(1.0 + exp2(b_up, FAST), FAST), 0.0)
+    b_low = tl.where(row + HALF < length, reciprocal(1.0 + exp2(b_low, FAST), FAST), 0.0)
+    X_up = inverse_of_half(tl.load(high + upper).to(tl.float32) + tl.load(low + upper).to(tl.float32), HALF)
+    X_low = inverse_of_half(tl.load(high + lower).to(tl.float32) + tl.load(low + lower).to(tl.float32), HALF)
+    X_corner = tl.load(high + corner).to(tl.float32) + tl.load(low + corner).to(tl.float32)
+    X_corner = -tl.dot(X_low, tl.dot(X_corner, X_up, input_precision="ieee"), input_precision="ieee")
+    store_split(high + upper, low + upper, X_up * b_up[None, :], OP)
+    store_split(high + lower, low + lower, X_low * b_low[None, :], OP)
+    store_split(high + corner, low + corner, X_corner * b_up[None, :], OP)
 
 
 @triton.jit
@@ -187,7 +239,7 @@ def scan_kernel(
         length = tl.load(span_table + span * FIELDS + 1)
         chunk = tl.load(span_table + span * FIELDS + 2).to(tl.int64)
         factors = work + (local * max_chunks + chunk) * (4 * C * K + 3 * C * C)
-        decays = decay + (local * max_chunks + chunk) * K + channel
+        decays = decay + (local * max_chunks + chunk) * (3 * K) + channel
         for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
             f = factors + i * (4 * C * K + 3 * C * C)
             K_plus = tl.load(f + at)
@@ -195,7 +247,7 @@ def scan_kernel(
             Ke_low = tl.load(f + 3 * C * K + at)
             B = tl.load(f + 4 * C * K + tile)
             B_low = tl.load(f + 4 * C * K + C * C + tile)
-            kept = tl.load(decays + i * K)
+            kept = tl.load(decays + i * (3 * K))
             live = (i * C + c < length)[:, None]
             token = (first + i * C + c)[:, None]
             X = tl.load(v + token * v_t + h * v_h + r[None, :], live & (r < V)[None, :], 0.0)

@@ -10,16 +10,18 @@ import torch
 import triton
 from torch import Tensor
 
-from openk3.ops.kda.triton_backward import local_kernel, reverse_kernel, save_kernel
+from openk3.ops.kda.triton_backward import key_kernel, query_kernel, reverse_kernel, save_kernel
 from openk3.ops.kda.triton_common import CHUNK, EPS, OPERAND, SPAN_FIELDS, Plan
-from openk3.ops.kda.triton_forward import factor_kernel, fold_kernel, scan_kernel
+from openk3.ops.kda.triton_forward import factor_kernel, fold_kernel, inverse_kernel, scan_kernel
 
 WORKSPACE_BYTES = 4 << 30  # more than this and the heads are done in groups
 ROWS, SCAN_WARPS, STAGES = 64, 4, 2  # rows of S^T a program: one warpgroup
 SAVE_STAGES = 2
 FACTOR_WARPS = 4
-LOCAL_WARPS = 8
-FOLD_ROWS = 16
+FACTOR_REGISTERS = {}
+QUERY = {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4}
+KEY = {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4}
+FOLD_ROWS, FOLD_WARPS = 16, 4
 NO_SEGMENTS = 1 << 30
 
 
@@ -59,7 +61,7 @@ def segment_rule(H: int, V: int, K: int) -> tuple[int, int]:
     """(shortest segment in tokens, most segments a sequence): as if the sequence stood alone, so that its bits do not
     depend on its neighbours. Segments pay where both row sets of its heads leave multiprocessors idle."""
     blocks = H * (V + K) // ROWS
-    most = 264 // blocks if blocks <= 88 else 1
+    most = 528 // blocks if blocks <= 88 else 1
     return (512, most) if most > 1 else (NO_SEGMENTS, 1)
 
 
@@ -71,17 +73,22 @@ def make_work(x: Tokens, plan: Plan, extra_numbers: int = 0) -> Work:
     groups = max(1, min(triton.cdiv(total, WORKSPACE_BYTES), H))
     group = triton.cdiv(H, groups)
     factors = torch.empty(group * plan.max_chunks * numbers, dtype=x.k.dtype, device=x.k.device)
-    decay = torch.empty(group * plan.max_chunks * K, dtype=torch.float32, device=x.k.device)
+    decay = torch.empty(group * plan.max_chunks * 3 * K, dtype=torch.float32, device=x.k.device)
     return Work(group, factors, decay)
 
 
 def run_factors(x: Tokens, plan: Plan, work: Work, h0: int, heads: int) -> None:
-    """factor_kernel for heads h0 .. h0 + heads - 1."""
+    """factor_kernel and inverse_kernel for heads h0 .. h0 + heads - 1."""
     q = x.k if x.q is None else x.q
     factor_kernel[(plan.max_chunks, heads)](
         q, x.k, x.z, x.beta, x.A_log, x.dt_bias, work.factors, work.decay, plan.chunk_table, plan.max_chunks, h0,
         *q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2], *x.beta.stride(), x.scale, x.lower_bound,
         K=x.k.shape[-1], C=CHUNK, EPS=EPS, HAS_Q=x.q is not None, OP=x.operand, num_warps=FACTOR_WARPS,
+        **FACTOR_REGISTERS,
+    )
+    inverse_kernel[(plan.max_chunks, heads)](
+        work.factors, x.beta, plan.chunk_table, plan.max_chunks, h0, *x.beta.stride(), K=x.k.shape[-1], C=CHUNK,
+        OP=x.operand, num_warps=1,
     )
 
 
@@ -123,7 +130,7 @@ def forward(
             continue
         scan("maps", V + K, plan.max_spans, maps, maps, h0, heads)
         fold_kernel[(V // FOLD_ROWS, heads, N)](
-            maps, *spans, origin, final, states, h0, H, R=FOLD_ROWS, AS_MAP=False, num_warps=4, **shared
+            maps, *spans, origin, final, states, h0, H, R=FOLD_ROWS, AS_MAP=False, num_warps=FOLD_WARPS, **shared
         )
         scan("spans", V, plan.max_spans, maps, final, h0, heads)
     return o, final, states
@@ -148,7 +155,7 @@ def segment_maps(x: Tokens, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
             num_warps=SCAN_WARPS, **shared,
         )
         fold_kernel[((V + K) // FOLD_ROWS, heads, N)](
-            maps, *spans, whole, whole, whole, h0, H, R=FOLD_ROWS, AS_MAP=True, num_warps=4, **shared
+            maps, *spans, whole, whole, whole, h0, H, R=FOLD_ROWS, AS_MAP=True, num_warps=FOLD_WARPS, **shared
         )
     S_T, M_T = whole.split([V, K], 2)
     return M_T.mT.contiguous(), S_T.mT.contiguous()
@@ -185,10 +192,15 @@ def backward(
             do if d_states is None else d_states, do if d_start is None else d_start, chunks, h0, H,
             *do.stride()[:2], HAS_FINAL=d_final is not None, HAS_START=start is not None, **shared, **walk,
         )
-        local_kernel[(chunks, heads)](
-            x.q, x.k, x.z, x.beta, x.A_log, x.dt_bias, work.factors, before, writes, do, dv, after, dq, dk, dz, d_beta,
-            *parts, plan.chunk_table, chunks, h0, H, *x.q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2],
-            *x.beta.stride(), *do.stride()[:2], x.scale, x.lower_bound, EPS=EPS, num_warps=LOCAL_WARPS, **shared,
+        logits = x.A_log, x.dt_bias, work.factors, work.decay
+        strides = (*x.q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2])
+        query_kernel[(chunks, heads)](
+            x.q, x.k, x.z, *logits, before, writes, do, dq, plan.chunk_table, chunks, h0, H, *strides,
+            *do.stride()[:2], x.scale, x.lower_bound, EPS=EPS, **QUERY, **shared,
+        )
+        key_kernel[(chunks, heads)](
+            x.q, x.k, x.z, x.beta, *logits, before, writes, dv, after, dk, dz, d_beta, *parts, plan.chunk_table, chunks,
+            h0, H, *strides, *x.beta.stride(), x.scale, x.lower_bound, EPS=EPS, **KEY, **shared,
         )
     d_bias, d_rate = parts.sum(1)
     return dq, dk, dv, dz, d_beta, d_rate.sum(1), d_bias, d_start
