@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from openk3.chat.tokenizer import Tokenizer
 from openk3.data.loader import Batch
 from openk3.model.generate import generate
 from openk3.model.k3 import K3
+from openk3.ops.cross_entropy import linear_cross_entropy
 
 
 class Score(NamedTuple):
@@ -32,9 +32,8 @@ def score(nats: float, tokens: int, n_bytes: int) -> Score:
 
 def nats(model: K3, batch: Batch) -> Tensor:
     """Summed cross-entropy of a batch, in promote(compute dtype, float32). There is no auxiliary loss."""
-    logits_TV = model(batch.tokens_T, batch.cu_seqlens)
-    wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    return F.cross_entropy(logits_TV.to(wide), batch.targets_T, reduction="sum")
+    h_TD = model.hidden(batch.tokens_T, batch.cu_seqlens)
+    return linear_cross_entropy(h_TD, model.lm_head.weight, batch.targets_T)
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

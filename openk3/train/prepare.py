@@ -20,6 +20,7 @@ from openk3.errors import UserError
 from openk3.model.k3 import K3
 from openk3.train import folder as names
 from openk3.train.balance import Balancer
+from openk3.train.heap import keep_freed_memory
 from openk3.train.metrics import Metrics
 from openk3.train.optim import Optimizer
 from openk3.train.qkclip import QKClip
@@ -117,6 +118,8 @@ def new_model(recipe: Recipe, device: torch.device) -> K3:
 def start(recipe: Recipe, folder: Path, say: Callable[[str], None], *, shown: bool) -> Run:
     """Everything for the next step, in a folder already held. Raises UserError as its parts do."""
     device = device_of(recipe)
+    if device.type == "cpu":
+        keep_freed_memory()
     corpus = read_corpus(recipe.data)
     prepared = encode(corpus, recipe, shown)
     torch.manual_seed(recipe.train.seed)

@@ -128,9 +128,12 @@ SIZE_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "optim": {"lr": 5e-3},
     },
     "nano": {
-        "data": {"context": 512},
-        "train": {"tokens": 4_194_304, "batch_tokens": 8192, "micro_tokens": 8192},
-        "optim": {"lr": 3e-3},
+        "data": {"context": 1024},
+        "train": {
+            "tokens": 3_072_000, "batch_tokens": 4096, "micro_tokens": 4096, "eval_every": 150, "eval_tokens": 32_768,
+            "save_every": 150,
+        },
+        "optim": {"lr": 4e-3},
     },
     "mini": {
         "data": {"context": 2048, "source": "installed"},
