@@ -108,9 +108,7 @@ class K3Config:
         if not self.ablations:
             for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
                 if getattr(self, name) % MX_BLOCK:
-                    raise ValueError(
-                        f"{name} = {getattr(self, name)} is not a multiple of {MX_BLOCK}, the MXFP4 block"
-                    )
+                    raise ValueError(f"{name} = {getattr(self, name)} is not a multiple of {MX_BLOCK}, the MXFP4 block")
 
     @property
     def n_ranks(self) -> int:

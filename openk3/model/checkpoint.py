@@ -85,9 +85,7 @@ def read_config(folder: Path) -> K3Config:
     return K3Config.from_hf(read_json(folder / "config.json"))
 
 
-def load_model(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> K3:
+def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> K3:
     """The model in `folder`, parameters and activations in `dtype` (the float32 list stays float32).
 
     Raises ValueError naming every tensor that is missing, unexpected, or of another shape or dtype.

@@ -22,7 +22,6 @@ from openk3.ops.kda import BoundedGate, kda, kda_step
 from openk3.ops.norm import gated_head_norm
 from openk3.ops.shortconv import short_conv
 
-
 OpInputs = tuple[Tensor, Tensor, BoundedGate | None]  # g, beta, gate as the op takes them
 
 
@@ -127,7 +126,13 @@ class KDA(nn.Module):
         return self.decay.op_inputs(z_THK, beta_TH, self.A_log, self.dt_bias.view(self.heads, self.width))
 
     def mix(
-        self, qkv_TP: Tensor, z_TP: Tensor, beta_TH: Tensor, cu_seqlens: Tensor, tail: Tensor | None, state: Tensor | None
+        self,
+        qkv_TP: Tensor,
+        z_TP: Tensor,
+        beta_TH: Tensor,
+        cu_seqlens: Tensor,
+        tail: Tensor | None,
+        state: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Convolution and recurrence over whole sequences: (o [T, H, V], conv tail, final state)."""
         qkv_TP, tail = self.conv_op(qkv_TP, self.conv_weight(), cu_seqlens=cu_seqlens, initial_tail=tail)

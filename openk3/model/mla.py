@@ -120,9 +120,7 @@ class MLA(nn.Module):
         else:
             view = memory.kv(self.layer)
             view.append(torch.cat([latent_TL, k_pe_TR], dim=-1), sequences.cu_seqlens)
-            o_THV = self.view_op(
-                q_THQ, view, w_kv_b, nope=self.nope, cu_seqlens=sequences.cu_seqlens, scale=self.scale
-            )
+            o_THV = self.view_op(q_THQ, view, w_kv_b, nope=self.nope, cu_seqlens=sequences.cu_seqlens, scale=self.scale)
         return self.o_proj(self.g_proj(o_THV.flatten(1), x_TD))
 
     @torch.no_grad()

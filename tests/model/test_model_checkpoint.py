@@ -83,7 +83,10 @@ NORM = "language_model.model.layers.0.input_layernorm.weight"
         (lambda f: (f / "config.json").unlink(), "it has no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
         (lambda f: (f / INDEX).unlink(), "it has no model.safetensors.index.json"),
-        (lambda f: (f / "model-00002-of-000006.safetensors").unlink(), "names model-00002-of-000006.safetensors, which"),
+        (
+            lambda f: (f / "model-00002-of-000006.safetensors").unlink(),
+            "names model-00002-of-000006.safetensors, which",
+        ),
         (lambda f: (f / "model-00002-of-000006.safetensors").write_bytes(b"x" * 50), "is damaged"),
         (lambda f: rewrite(f, lambda t: t.pop(NORM)), f"missing {NORM}"),
         (lambda f: rewrite(f, lambda t: t.update({NORM: torch.zeros(63).bfloat16()})), r"\[63\], not BF16 \[64\]"),

@@ -1,5 +1,7 @@
 """The whole model against itself in float64: packed = separate, any split = one forward, every mechanism trains."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -101,7 +103,10 @@ def test_speculative_tokens_commit_as_if_never_rejected(splits: list[int], accep
         memory.commit([accepted, 5])
         assert memory.lengths_S.tolist() == [30 + accepted, 17]
         after = model(torch.cat([x[:1], x[:1]]), cu(1, 1), memory)
-        for row, text in ((after[0], torch.cat([x, draft[:accepted], x[:1]])), (after[1], torch.cat([other, draft, x[:1]]))):
+        for row, text in (
+            (after[0], torch.cat([x, draft[:accepted], x[:1]])),
+            (after[1], torch.cat([other, draft, x[:1]])),
+        ):
             assert (row - model(text, cu(len(text)))[-1]).abs().max() < 1e-10
     with pytest.raises(ValueError, match="without begin"):
         memory.rollback()
@@ -212,7 +217,7 @@ def test_sources_of_every_site() -> None:
     for i, layer in enumerate(model.model.layers):
         sites |= {f"{i}.attention": layer.attention_site, f"{i}.ffn": layer.ffn_site}
     for name, site in sites.items():
-        site.observer = (lambda name: lambda w: seen.update({name: w.shape[0]}))(name)
+        site.observer = partial(lambda name, weights: seen.update({name: weights.shape[0]}), name)
     with torch.no_grad():
         model(tokens(7), cu(7))
     attention = [seen.get(f"{i}.attention") for i in range(5)]

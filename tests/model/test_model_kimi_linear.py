@@ -10,8 +10,8 @@ from openk3.model.k3 import K3
 from openk3.model.memory import Sequences
 
 pytest.importorskip("transformers.models.kimi_linear", reason="this transformers has no kimi_linear")
-from transformers.models.kimi_linear import modeling_kimi_linear as oracle  # noqa: E402  # after the check
-from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig  # noqa: E402
+from transformers.models.kimi_linear import modeling_kimi_linear as oracle  # after the check
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 
 CONFIG = named("pico").replace(
     decay="softplus", kda_gate="low_rank", mla_gate=False, activation="swiglu", latent_moe=False, residual="plain"
