@@ -93,7 +93,7 @@ def audit(
     size: Annotated[str, typer.Argument(help="A named size: pico, nano, mini, small or k3.")] = "k3",
 ) -> None:
     """Count a model's parameters by part, without its weights. `k3` counts as it is released."""
-    from openk3.train.tables import audit_table
+    from openk3.model.tables import audit_table
 
     audit_table(size)
 
