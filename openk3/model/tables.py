@@ -13,14 +13,14 @@ ORDER = (
     "input embedding", "output head", "norms and AttnRes queries", "vision tower", "projector",
 )  # fmt: skip
 NOTES = {
-    "KDA layers": "linear attention with a channel-wise forget gate: a state of fixed size",
-    "MLA layers": "full attention over a small latent per token, without positions",
-    "routed experts": "Stable LatentMoE: a few of many per token, in a space half as wide",
-    "shared experts": "always on, at full width",
-    "latent projections": "into the experts' space and back",
-    "routers": "sigmoid scores; a bias balances them (Quantile Balancing)",
-    "dense FFN": "the first layer's, SiTU-GLU like all others",
-    "norms and AttnRes queries": "every sub-layer chooses which depths to read",
+    "KDA layers": "memory of fixed size",
+    "MLA layers": "a small latent a token",
+    "routed experts": "a few of many a token",
+    "shared experts": "always on",
+    "latent projections": "to half the width, back",
+    "routers": "balanced by a bias",
+    "dense FFN": "the first layer's",
+    "norms and AttnRes queries": "which depths to read",
     "vision tower": "MoonViT-V2",
 }
 
