@@ -42,7 +42,7 @@ def step_torch(
         S *= alpha[:, m]
         held, read = torch.matmul(keys_queries[:, m], S).unbind(2)
         error = v[:, m] - held
-        S += k[:, m] * (beta[:, m] * error)[:, :, None]
+        S.addcmul_(k[:, m], (beta[:, m] * error)[:, :, None])
         torch.addcmul(read, k_dot_q[:, m], error, out=o[:, m])
     state_SHKV.index_copy_(0, slots, S.to(state_SHKV.dtype))
     return o.view(T, H, V)
