@@ -63,7 +63,7 @@ lock: ## resolve all packages anew and write requirements.lock
 	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' torch==2.13.0
 	{ sed '/^[^#]/,$$d' requirements.lock; \
-	  .venv-lock/bin/python -m pip freeze --all --exclude-editable --exclude pip \
+	  .venv-lock/bin/python -m pip freeze --all --exclude-editable --exclude pip | grep -vE "^(nvidia|cuda)-" \
 	  | sed -E 's/\+cpu$$//; s/^triton==.*/&; sys_platform == "linux"/'; } > requirements.lock.new
 	mv requirements.lock.new requirements.lock && rm -rf .venv-lock
 
