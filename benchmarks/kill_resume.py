@@ -104,13 +104,11 @@ def main() -> None:
         unbroken_s = time.time() - began
         met = kill_and_resume(recipe, folder / "killed", args.kills, args.seed)
         expected, got = losses(folder / "unbroken"), losses(folder / "killed")
-        tensors = [
-            (latest(folder / name) / "state" / "tensors.safetensors").read_bytes() for name in ("unbroken", "killed")
-        ]
+        newest = [latest(folder / name) for name in ("unbroken", "killed")]
+        tensors = [(found / "state" / "tensors.safetensors").read_bytes() for found in newest if found]
         for i, kill in enumerate(met, 1):
-            print(
-                f"kill {i:2d}: {kill['steps']:2d} steps logged, newest checkpoint {kill['newest']}, {kill['half_written']}"
-            )
+            half = ", ".join(kill["half_written"])
+            print(f"kill {i:2d}: {kill['steps']:2d} steps logged, newest checkpoint {kill['newest']} {half}")
         record = {
             "kills": len(met),
             "while_writing_a_checkpoint": sum(bool(kill["half_written"]) for kill in met),

@@ -281,15 +281,32 @@ def test_a_full_disk_while_metrics_are_written(make_recipe, tmp_path, monkeypatc
 
 @pytest.mark.row(68)
 def test_the_loss_is_cross_entropy_alone(make_recipe, tmp_path):
-    run = start(make_recipe("balance.rule=quantile"), tmp_path, print, shown=False)
+    run = start(make_recipe("train.dtype=float64"), tmp_path, print, shown=False)
     batch = run.loader.next()
     logits = run.model(batch.tokens_T, batch.cu_seqlens)
     expected = F.cross_entropy(logits, batch.targets_T, reduction="sum")
     loss = nats(run.model, batch)
-    torch.testing.assert_close(loss, expected)
-    router = run.model.model.layers[1].block_sparse_moe.gate.weight
-    gradients = [torch.autograd.grad(value, router)[0] for value in (loss, expected)]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for name in ("block_sparse_moe.gate", "block_sparse_moe.shared_experts.up_proj", "self_attn.q_proj"):
+        weight = run.model.get_parameter(f"model.layers.1.{name}.weight")
+        ours, theirs = (torch.autograd.grad(value, weight, retain_graph=True)[0] for value in (loss, expected))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    run.metrics.close()
+
+
+@pytest.mark.row(97)
+def test_qk_clip_is_on_in_training(make_recipe, tmp_path):
+    """With a tiny rate the same batch comes again, and no logit exceeds the threshold it was clipped to."""
+    tau = 1e-4
+    recipe = make_recipe(f"optim.qk_clip_tau={tau}", "optim.lr=1e-12", "balance.rule=none")
+    run = start(recipe, tmp_path, print, shown=False)
+    state = run.loader.state_dict()
+    line, _ = loop.training_step(run)
+    assert line["clipped_heads"] == 2
+    run.loader.load_state_dict(state)
+    batch = run.loader.next()
+    run.model(batch.tokens_T, batch.cu_seqlens)
+    torch.testing.assert_close(run.clip.seen[0].largest(torch.arange(2)), torch.full((2,), tau), rtol=1e-4, atol=0)
     run.metrics.close()
 
 

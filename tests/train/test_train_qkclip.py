@@ -139,6 +139,7 @@ def test_the_maximum_is_over_all_micro_batches_and_forgotten_after_the_step():
 def test_largest_logit_in_tiles(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(40, 3, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    k[8::3] = 20 * q[7:-1:3]  # large where the key is one token ahead of the query
     cu_seqlens = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
     whole = largest_logit(q, k, cu_seqlens, 0.5)
     expected = torch.full((3,), -torch.inf, dtype=torch.float64)

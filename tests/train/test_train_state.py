@@ -100,6 +100,30 @@ def test_old_checkpoints_go_only_after_the_new_one_stands(tmp_path, trained, mon
     assert [f.name for f in checkpoints(tmp_path)] == ["step-00000005"]
 
 
+def test_a_checkpoint_bears_its_name_only_once_it_is_whole_and_synced(tmp_path, trained, monkeypatch):
+    """Whatever the moment of a kill: at every write the folder is not there yet, and syncing comes before renaming."""
+    put(tmp_path, trained, 1)
+    folder, events = state.checkpoint_folder(tmp_path, 2), []
+
+    def watch(place, name):
+        real = getattr(place, name)
+
+        def seen(*args, **settings):
+            events.append(name)
+            assert folder.exists() == ("rename" in events[:-1])
+            return real(*args, **settings)
+
+        monkeypatch.setattr(place, name, seen)
+
+    watch(state, "save_model")
+    watch(state, "save_file")
+    watch(disk, "sync_tree")
+    watch(os, "rename")
+    watch(disk, "remove_folder")
+    put(tmp_path, trained, 2, keep=1)
+    assert events == ["save_model", "save_file", "sync_tree", "rename", "remove_folder", "rename"]
+
+
 def test_half_written_siblings_are_swept_and_never_taken_for_a_checkpoint(tmp_path, trained):
     run = tmp_path / "run"
     with open_run(run, RECIPE):
