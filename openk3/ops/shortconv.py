@@ -14,7 +14,8 @@ from torch import Tensor
 
 from openk3.ops.dispatch import pick
 
-BLOCK = 1 << 18  # elements a pass works on before the next: all operands of a block fit the cache
+BLOCK = 1 << 18  # elements a pass works on before the next: on a CPU all operands of a block fit the cache
+GPU_BLOCK = 1 << 22  # on a GPU launches cost more than passes; the bound is for the scratch of the weight gradient
 
 
 def short_conv(
@@ -89,8 +90,9 @@ def _first_rows(cu_seqlens: Tensor, reach: int) -> tuple[Tensor, Tensor, Tensor]
     return rows[inside], n, cu[:-1][n]
 
 
-def _blocks(n_tokens: int, channels: int) -> list[tuple[int, int]]:
-    size = max(1, BLOCK // max(1, channels))
+def _blocks(x_TC: Tensor) -> list[tuple[int, int]]:
+    n_tokens, channels = x_TC.shape
+    size = max(1, (BLOCK if x_TC.device.type == "cpu" else GPU_BLOCK) // max(1, channels))
     return [(a, min(a + size, n_tokens)) for a in range(0, n_tokens, size)]
 
 
@@ -106,7 +108,7 @@ class _Convolve(torch.autograd.Function):
         window_RWC = _window(x, rows, sequence, first, initial_tail, len(w_WC))
         z_RC = (window_RWC * w_WC).sum(1)
         z_TC, y_TC = torch.empty_like(x), torch.empty_like(x)
-        for a, b in _blocks(*x.shape):
+        for a, b in _blocks(x):
             torch.mul(x[a:b], w_WC[-1], out=z_TC[a:b])
             for lag in range(1, len(w_WC)):
                 z_TC[max(a, lag) : b].addcmul_(x[max(a, lag) - lag : b - lag], w_WC[-1 - lag])
@@ -125,7 +127,7 @@ class _Convolve(torch.autograd.Function):
         dz_RC = torch.ops.aten.silu_backward(dy[rows], z_TC[rows])
         dz_TC = torch.empty_like(z_TC)
         dx_TC = torch.empty_like(x)
-        blocks = _blocks(*x.shape)
+        blocks = _blocks(x)
         dw_WBC = w_WC.new_zeros(len(w_WC), max((b - a for a, b in blocks), default=0), x.shape[1])
         for a, b in reversed(blocks):  # backwards: dx of a block needs the next rows' dz
             torch.ops.aten.silu_backward.grad_input(dy[a:b], z_TC[a:b], grad_input=dz_TC[a:b])
