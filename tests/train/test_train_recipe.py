@@ -32,7 +32,7 @@ def test_the_builtin_recipes_are_the_files_of_the_folder():
 
 @pytest.mark.parametrize(
     ("size", "lr", "batch", "context"),
-    [("nano", 3e-3, 8192, 512), ("mini", 1.5e-3, 131072, 2048), ("small", 6e-4, 262144, 4096)],
+    [("nano", 4e-3, 4096, 1024), ("mini", 1.5e-3, 131072, 2048), ("small", 6e-4, 262144, 4096)],
 )
 def test_start_values(size, lr, batch, context):
     recipe = load_recipe(size)
@@ -75,7 +75,7 @@ def test_k2like_is_what_k3_replaced_at_the_same_active_size():
         ("train.batch_tokens=8.5", r"train.batch_tokens = 8.5 is not a whole number"),
         ("train.batch_tokens=true", r"train.batch_tokens = True is not a whole number"),
         ("train.sample_prompts=def", r"train.sample_prompts = 'def' is not a list of texts"),
-        ("train.micro_tokens=100", r"train.micro_tokens = 100 is below data.context = 512"),
+        ("train.micro_tokens=100", r"train.micro_tokens = 100 is below data.context = 1024"),
         ("train.device=tpu", r"train.device = 'tpu' is not one of cpu, cuda"),
         ("data.source=3", r"data.source = 3 is not text in quotes"),
         ("balance.rule=luck", r"balance.rule = 'luck' is not one of quantile, sign, none"),
