@@ -165,15 +165,17 @@ class _GateUp(torch.autograd.Function):
 def _sum_choices(y_RL: Tensor, order: Order, weights_TK: Tensor | None) -> Tensor:
     """Each token's rows summed, weighted if asked: [T, L] in promote(dtype, float32)."""
     wide = torch.promote_types(y_RL.dtype, torch.float32)
-    out_TL = None
-    for j in range(order.row_TK.shape[1]):
-        y_TL = y_RL.index_select(0, order.row_TK[:, j]).to(wide)
-        if weights_TK is None:
-            out_TL = y_TL if out_TL is None else out_TL.add_(y_TL)
-        else:
-            p_T1 = weights_TK[:, j, None].to(wide)
-            out_TL = y_TL.mul_(p_T1) if out_TL is None else out_TL.addcmul_(y_TL, p_T1)
-    return out_TL
+    choices = (y_RL.index_select(0, row_T).to(wide) for row_T in order.row_TK.unbind(1))
+    total_TL = next(choices)
+    if weights_TK is None:
+        for y_TL in choices:
+            total_TL.add_(y_TL)
+        return total_TL
+    first_T1, *p_T1 = weights_TK.to(wide).unsqueeze(-1).unbind(1)
+    total_TL.mul_(first_T1)
+    for y_TL, p in zip(choices, p_T1, strict=True):
+        total_TL.addcmul_(y_TL, p)
+    return total_TL
 
 
 class _DownCombine(torch.autograd.Function):

@@ -51,7 +51,9 @@ def _reference(
     outputs, final = [], []
     for x_LC, tail_WC in zip(x_TC.split(cu_seqlens.diff().tolist()), tails, strict=True):
         padded = torch.cat([tail_WC, x_LC])
-        z_LC = sum(padded[j : j + len(x_LC)].to(wide) * weight_CW[:, j].to(wide) for j in range(width))
+        z_LC = torch.zeros_like(x_LC, dtype=wide)
+        for j in range(width):
+            z_LC = z_LC + padded[j : j + len(x_LC)].to(wide) * weight_CW[:, j].to(wide)
         outputs.append(F.silu(z_LC).to(x_TC.dtype))
         final.append(padded[len(padded) - (width - 1) :])
     if not final:

@@ -57,8 +57,11 @@ class _SiTU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         beta1, beta2 = ctx.betas
-        saved = ctx.saved_tensors
-        tanh_g, sigma, tanh_u = saved if len(saved) == 3 else _branches(*saved, beta1, beta2)
+        factors = ctx.saved_tensors
+        if len(factors) == 2:
+            gate, up = factors
+            factors = _branches(gate, up, beta1, beta2)
+        tanh_g, sigma, tanh_u = factors
         d_sigma = d_out.to(sigma.dtype) * sigma
         d_gate = (1 - tanh_g.square()).addcmul_(tanh_g, 1 - sigma, value=beta1)
         d_gate.mul_(tanh_u).mul_(d_sigma).mul_(beta2)
