@@ -59,6 +59,10 @@ def train(recipe: Recipe, folder: Path, progress: bool = True) -> Summary:
         try:
             with interrupts(screen.say) as interrupted, screen.at(run.step):
                 held_out = steps(run, screen, interrupted)
+            if run.step < recipe.steps:
+                screen.say(
+                    f"stopped and saved at step {run.step} of {recipe.steps}; the same command goes on from there"
+                )
         finally:
             run.metrics.close()
     return Summary(
@@ -82,8 +86,9 @@ def steps(run: Run, screen: Display, interrupted: Any) -> Score | None:
             held_out = evaluation(run, update_norms, whole=last)
             screen.say(f"step {run.step}: held-out loss {held_out.loss:.4f}, {held_out.bpb:.4f} bits per byte")
         run.seconds += time.perf_counter() - began
-        if last or run.step % recipe.save_every == 0 or interrupted():
+        if run.step % recipe.save_every == 0:
             run.save()
+    run.save()  # which is nothing to do where this step has just been saved
     return held_out
 
 
