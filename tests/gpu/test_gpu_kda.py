@@ -6,7 +6,7 @@ The reference is the chunk form in float64, itself proved equal to the recurrenc
 import pytest
 import torch
 
-from openk3.ops.kda import BoundedGate, kda
+from openk3.ops.kda import BoundedGate, kda, kda_step
 from openk3.ops.kda.reference import kda_reference
 
 gpu = pytest.importorskip("openk3.ops.kda.gpu", reason="the kernels need triton")
@@ -171,7 +171,11 @@ def test_step(K, M):
             assert not o[rows].any()
             continue
         want, state, _ = kda_reference(
-            *(y[rows] for y in wide[:5]), bounds=(0, M), offsets=(), gate=BoundedGate(*wide[5:7]), scale=K**-0.5,
+            *(y[rows] for y in wide[:5]),
+            bounds=(0, M),
+            offsets=(),
+            gate=BoundedGate(*wide[5:7]),
+            scale=K**-0.5,
             initial_state=wide[7][slot : slot + 1],
         )
         assert error(o[rows], want) < 0.005
@@ -191,3 +195,21 @@ def test_segment(gates):
     x[2] = torch.zeros_like(x[2])
     assert error(S, state) < 0.005
     assert error(M, exact([*x[:7], one], cu)[1]) < 0.005
+
+
+def test_auto_takes_the_kernels():
+    x, cu = draw(100, 2, 128, "slow"), bounds([100])
+    for a, b in zip(run(kda, x, cu), run(gpu.kda, x, cu), strict=True):
+        assert torch.equal(a, b)
+    pools, slots = (x[7].clone(), x[7].clone()), torch.zeros(1, device="cuda", dtype=torch.int32)
+    gate = BoundedGate(x[5], x[6])
+    one = [y[:1] for y in x[:5]]
+    a = kda_step(*one, state_SHKV=pools[0], slots_N=slots, gate=gate)
+    b = gpu.kda_step(*one, state_SHKV=pools[1], slots_N=slots, gate=gate)
+    assert torch.equal(a, b)
+    assert torch.equal(*pools)
+    narrow = [y[..., :32].contiguous() for y in x[:4]]
+    with pytest.raises(ValueError, match="K = V in"):
+        kda(*narrow, x[4], cu_seqlens=cu, gate=BoundedGate(x[5], x[6][:, :32]), backend="triton")
+    with pytest.raises(ValueError, match="bounded gate"):
+        kda(*x[:5], cu_seqlens=cu, backend="triton")

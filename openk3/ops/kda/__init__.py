@@ -2,11 +2,13 @@
 
     S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t          (eq. 1)
 
-Backends: `reference` (reference.py, token by token, the definition) and `torch` (chunked.py, matrix products; what
-"auto" takes). Legend: T tokens, N sequences, H heads, K key and V value channels, S slots of a state pool.
+Backends: `reference` (reference.py, token by token, the definition), `torch` (chunked.py, matrix products) and
+`triton` (gpu.py, kernels; what "auto" takes for bf16 CUDA tensors with K = V in {64, 128} and a bounded gate, where
+`cu_seqlens`, offsets and slots are trusted, since reading them would wait for the device; else "auto" takes `torch`).
+Legend: T tokens, N sequences, H heads, K key and V value channels, S slots of a state pool.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +25,22 @@ __all__ = ["BoundedGate", "compose", "kda", "kda_segment", "kda_step"]
 
 WHOLE = {"reference": kda_reference, "torch": kda_chunked}
 STEP = {"reference": step_reference, "torch": step_torch}
+
+
+def _choose(op: str, backend: str, torch_forms: dict, k: Tensor, v: Tensor, gate: BoundedGate | None) -> Callable:
+    """The implementation of `op`; that of `triton` stands in gpu.py under the op's own name."""
+    kernels: Callable | str = "its kernels run on CUDA tensors"
+    if k.is_cuda:
+        try:
+            from openk3.ops.kda import gpu  # Triton exists for Linux only
+        except ImportError as error:
+            kernels = f"triton does not import ({error})"
+        else:
+            kernels = gpu.available() or gpu.takes(k, v, gate) or getattr(gpu, op)
+    default = "triton" if callable(kernels) and k.dtype == v.dtype == torch.bfloat16 else "torch"
+    if op == "kda_segment" and default == "triton" and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        default = "torch"  # the kernels' map has no gradient
+    return pick(op, backend, {**torch_forms, "triton": kernels}, default)
 
 
 def kda(
@@ -50,9 +68,12 @@ def kda(
     """
     check_tokens(q_THK, k_THK, v_THV, g_THK, beta_TH, gate)
     (T, H, K), V = k_THK.shape, v_THV.shape[-1]
+    check_state(initial_state, (cu_seqlens.numel() - 1, H, K, V))
+    run = _choose("kda", backend, WHOLE, k_THK, v_THV, gate)
+    if run not in WHOLE.values():
+        more = {"scale": scale, "initial_state": initial_state, "state_offsets": state_offsets}
+        return run(q_THK, k_THK, v_THV, g_THK, beta_TH, cu_seqlens=cu_seqlens, gate=gate, **more)
     bounds, offsets = sequence_bounds(cu_seqlens, T), cut_offsets(state_offsets, T)
-    check_state(initial_state, (len(bounds) - 1, H, K, V))
-    run = pick("kda", backend, WHOLE, "torch")
     o_THV, final, states = run(
         q_THK,
         k_THK,
@@ -90,9 +111,11 @@ def kda_step(
     check_tokens(q_THK, k_THK, v_THV, g_THK, beta_TH, gate)
     check_pool(state_SHKV, k_THK, v_THV)
     (T, H, K), V = k_THK.shape, v_THV.shape[-1]
-    numbers = slot_numbers(slots_N, len(state_SHKV), T)
-    run = pick("kda_step", backend, STEP, "torch")
+    run = _choose("kda_step", backend, STEP, k_THK, v_THV, gate)
     tokens, slots = (q_THK, k_THK, v_THV, g_THK, beta_TH), slots_N.long()
+    if run not in STEP.values():
+        return run(*tokens, state_SHKV=state_SHKV, slots_N=slots, gate=gate, scale=scale)
+    numbers = slot_numbers(slots_N, len(state_SHKV), T)
     live = [n for n, s in enumerate(numbers) if s != -1]
     if T == 0 or not live:
         return v_THV.new_zeros(T, H, V)
@@ -121,8 +144,10 @@ def kda_segment(
 ) -> AffineMap:
     """(M [N,H,K,K], S [N,H,K,V]): each segment maps a state S_in to M S_in + S. Differentiable; errors as in `kda`."""
     check_tokens(None, k_THK, v_THV, g_THK, beta_TH, gate)
+    run = _choose("kda_segment", backend, WHOLE, k_THK, v_THV, gate)
+    if run not in WHOLE.values():
+        return run(k_THK, v_THV, g_THK, beta_TH, cu_seqlens=cu_seqlens, gate=gate)
     bounds = sequence_bounds(cu_seqlens, len(k_THK))
-    run = pick("kda_segment", backend, WHOLE, "torch")
 
     def states(v: Tensor, initial_state: Tensor) -> tuple:
         return run(

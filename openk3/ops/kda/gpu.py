@@ -33,6 +33,8 @@ def takes(k: Tensor, v: Tensor, gate: BoundedGate | None) -> str | None:
         return f"it takes K = V in {WIDTHS}, got K = {K}, V = {V}"
     if k.dtype not in (torch.bfloat16, torch.float32):
         return f"it takes bfloat16 or float32, got {k.dtype}"
+    if v.dtype != k.dtype:
+        return f"it takes one dtype, got k in {k.dtype} and v in {v.dtype}"
     if gate is None:
         return "it takes a bounded gate only, since its tiles need a log decay of at least -5"
     return None
@@ -78,9 +80,18 @@ class _Kda(torch.autograd.Function):
 
 
 def kda(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_THK: Tensor, beta_TH: Tensor, *, cu_seqlens: Tensor,
-    gate: BoundedGate | None = None, scale: float | None = None, initial_state: Tensor | None = None,
-    state_offsets: Tensor | Sequence[int] | None = None, segments: bool | None = None,
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    gate: BoundedGate | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    state_offsets: Tensor | Sequence[int] | None = None,
+    segments: bool | None = None,
 ) -> tuple[Tensor, ...]:
     """As `openk3.ops.kda.kda`, for K = V in {64, 128} and a bounded gate; states in float32. First-order gradients.
 
@@ -100,19 +111,38 @@ def kda(
     return o, final, states
 
 
-@torch.no_grad()
 def kda_segment(
-    k_THK: Tensor, v_THV: Tensor, g_THK: Tensor, beta_TH: Tensor, *, cu_seqlens: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    *,
+    cu_seqlens: Tensor,
     gate: BoundedGate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `openk3.ops.kda.kda_segment`: (M [N,H,K,K], S [N,H,K,V]) in float32, without gradients."""
+    """As `openk3.ops.kda.kda_segment`: (M [N,H,K,K], S [N,H,K,V]) in float32, without gradients.
+
+    Raises ValueError where a gradient would be expected.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (k_THK, v_THV, g_THK, beta_TH)):
+        raise ValueError("backend 'triton' of kda_segment has no gradient: take backend 'torch', or detach the inputs")
     return launch.segment_maps(_tokens(None, k_THK, v_THV, g_THK, beta_TH, gate, 1.0), cu_seqlens)
 
 
 @torch.no_grad()
 def kda_step(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_THK: Tensor, beta_TH: Tensor, *, state_SHKV: Tensor,
-    slots_N: Tensor, gate: BoundedGate | None = None, scale: float | None = None, columns: int = 32, warps: int = 4,
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    *,
+    state_SHKV: Tensor,
+    slots_N: Tensor,
+    gate: BoundedGate | None = None,
+    scale: float | None = None,
+    columns: int = 32,
+    warps: int = 4,
 ) -> Tensor:
     """As `openk3.ops.kda.kda_step`: o [T,H,V]; `state_SHKV` in place. Slots below zero are skipped.
 
@@ -127,7 +157,19 @@ def kda_step(
     strides = (s for y in (x.q, x.k, x.v, x.z, x.beta, state_SHKV) for s in y.stride()[:2])
     if T:
         step_kernel[(V // columns, H, N)](
-            *x[:7], state_SHKV, slots_N, o, T // N, H, *strides, x.scale, x.lower_bound,
-            K=K, V=V, R=columns, EPS=EPS, num_warps=warps,
+            *x[:7],
+            state_SHKV,
+            slots_N,
+            o,
+            T // N,
+            H,
+            *strides,
+            x.scale,
+            x.lower_bound,
+            K=K,
+            V=V,
+            R=columns,
+            EPS=EPS,
+            num_warps=warps,
         )
     return o

@@ -19,7 +19,7 @@ from torch import Tensor
 # one reference serves the whole tile of scores. 64 would need a tile of its own for the far corner, 16 twice the steps.
 CHUNK = 32
 EPS = 1e-6  # added to the sum of squares, inside the root
-SPAN_FIELDS = 4  # first token, tokens, first chunk, state offset that the span ends at (-1: none)
+SPAN_FIELDS = 5  # first token, tokens, first chunk, and what it ends at (-1: none): state offset, sequence
 
 OPERAND = {torch.bfloat16: tl.bfloat16, torch.float16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -34,8 +34,21 @@ def _spans_of(length, seq_length, min_segment, max_segments, C: tl.constexpr):
 
 @triton.jit
 def _plan_kernel(
-    cuts, piece_seq_length, piece_offset, chunk_table, span_table, first_span, P, max_chunks, max_spans,
-    min_segment, max_segments, HAS_OFFSETS: tl.constexpr, C: tl.constexpr, FIELDS: tl.constexpr,
+    cuts,
+    piece_seq_length,
+    piece_offset,
+    piece_end,
+    chunk_table,
+    span_table,
+    first_span,
+    P,
+    max_chunks,
+    max_spans,
+    min_segment,
+    max_segments,
+    HAS_OFFSETS: tl.constexpr,
+    C: tl.constexpr,
+    FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program p writes the chunks and spans of piece p; program P what is left of the tables: nothing to do."""
@@ -61,9 +74,11 @@ def _plan_kernel(
         end = tl.load(cuts + p + 1).to(tl.int32)
         seq_length = end - begin
         offset = -1
+        sequence = p
         if HAS_OFFSETS:
             seq_length = tl.load(piece_seq_length + p).to(tl.int32)
             offset = tl.load(piece_offset + p).to(tl.int32)
+            sequence = tl.load(piece_end + p).to(tl.int32)
         spans, per_span = _spans_of(end - begin, seq_length, min_segment, max_segments, C)
         chunks = tl.cdiv(end - begin, C)
         for at in range(0, chunks, BLOCK):
@@ -80,6 +95,7 @@ def _plan_kernel(
             tl.store(to + 1, tl.minimum(end - start, per_span * C), live)
             tl.store(to + 2, chunk + i * per_span, live)
             tl.store(to + 3, tl.where(i == spans - 1, offset, -1), live)
+            tl.store(to + 4, tl.where(i == spans - 1, sequence, -1), live)
     else:
         for at in range(chunk, max_chunks, BLOCK):
             i = at + block
@@ -92,16 +108,16 @@ def _plan_kernel(
 class Plan:
     """Tables on the device and the launch bounds that go with them.
 
-    chunk_table int32 [max_chunks, 2] (first token, tokens); span_table int32 [max_spans, 4]; first_span int32 [P + 1];
+    chunk_table int32 [max_chunks, 2] (first token, tokens); span_table int32 [max_spans, 5]; first_span int32 [P + 1];
     first_piece int32 [N + 1], or None when pieces are sequences.
     """
 
     def __init__(self, cu_seqlens: Tensor, T: int, offsets: Tensor | None, min_segment: int, max_segments: int):
         device = cu_seqlens.device
         self.N = cu_seqlens.numel() - 1
-        cuts, seq_length, piece_offset, self.first_piece = cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens
+        cuts = seq_length = piece_offset = piece_end = self.first_piece = cu_seqlens
         if offsets is not None:
-            cuts, seq_length, piece_offset, self.first_piece = _pieces(cu_seqlens, offsets)
+            cuts, seq_length, piece_offset, piece_end, self.first_piece = _pieces(cu_seqlens, offsets)
         self.has_offsets = offsets is not None
         self.P = P = cuts.numel() - 1
         self.max_chunks = T // CHUNK + P
@@ -112,14 +128,29 @@ class Plan:
             [2 * self.max_chunks, SPAN_FIELDS * self.max_spans, P + 1]
         )
         _plan_kernel[(P + 1,)](
-            cuts, seq_length, piece_offset, self.chunk_table, self.span_table, self.first_span, P,
-            self.max_chunks, self.max_spans, min_segment, max_segments, HAS_OFFSETS=self.has_offsets, C=CHUNK,
-            FIELDS=SPAN_FIELDS, BLOCK=256, num_warps=4,
+            cuts,
+            seq_length,
+            piece_offset,
+            piece_end,
+            self.chunk_table,
+            self.span_table,
+            self.first_span,
+            P,
+            self.max_chunks,
+            self.max_spans,
+            min_segment,
+            max_segments,
+            HAS_OFFSETS=self.has_offsets,
+            C=CHUNK,
+            FIELDS=SPAN_FIELDS,
+            BLOCK=256,
+            num_warps=4,
         )
 
 
-def _pieces(cu_seqlens: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(cuts [P+1], length of the sequence of each piece, offset each piece ends at or -1, first piece of a sequence).
+def _pieces(cu_seqlens: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    """(cuts [P+1], length of the sequence of each piece, offset and sequence each ends at or -1, first piece of a
+    sequence).
 
     Of equal cuts the later ones make empty pieces. A state is read after the LAST piece that ends at its offset and
     belongs to the same sequence, so a piece ends at offset o when its end is o and it is not empty.
@@ -134,7 +165,8 @@ def _pieces(cu_seqlens: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
     piece_offset = torch.where(hit, order.indices[slot], -1)
     sequence = (torch.searchsorted(cu, begin, right=True) - 1).clamp(max=len(cu) - 2)
     lengths = (cu[1:] - cu[:-1])[sequence]
+    piece_end = torch.where((end == cu[sequence + 1]) & (end > begin), sequence, -1)
     first_piece = torch.searchsorted(cuts, cu).clamp(max=len(cuts) - 1)
     first_piece[-1] = len(cuts) - 1
     to32 = lambda x: x.to(torch.int32).contiguous()  # noqa: E731
-    return to32(cuts), to32(lengths), to32(piece_offset), to32(first_piece)
+    return to32(cuts), to32(lengths), to32(piece_offset), to32(piece_end), to32(first_piece)

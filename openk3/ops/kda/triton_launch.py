@@ -10,7 +10,14 @@ import torch
 import triton
 from torch import Tensor
 
-from openk3.ops.kda.triton_backward import key_kernel, query_kernel, reverse_kernel, save_kernel
+from openk3.ops.kda.triton_backward import (
+    gate_kernel,
+    key_kernel,
+    overlap_kernel,
+    query_kernel,
+    reverse_kernel,
+    save_kernel,
+)
 from openk3.ops.kda.triton_common import CHUNK, EPS, OPERAND, SPAN_FIELDS, Plan
 from openk3.ops.kda.triton_forward import factor_kernel, fold_kernel, inverse_kernel, scan_kernel
 
@@ -18,10 +25,10 @@ WORKSPACE_BYTES = 4 << 30  # more than this and the heads are done in groups
 ROWS, SCAN_WARPS, STAGES = 64, 4, 2  # rows of S^T a program: one warpgroup
 SAVE_STAGES = 2
 FACTOR_WARPS = 4
-FACTOR_REGISTERS = {}
+FACTOR_REGISTERS = 168  # a third program a multiprocessor: 0.70 ms for 0.81 at 8,192 tokens and 96 heads
 QUERY = {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4}
 KEY = {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4}
-FOLD_ROWS, FOLD_WARPS = 16, 4
+FOLD_ROWS, FOLD_WARPS = 16, 8
 NO_SEGMENTS = 1 << 30
 
 
@@ -61,7 +68,7 @@ def segment_rule(H: int, V: int, K: int) -> tuple[int, int]:
     """(shortest segment in tokens, most segments a sequence): as if the sequence stood alone, so that its bits do not
     depend on its neighbours. Segments pay where both row sets of its heads leave multiprocessors idle."""
     blocks = H * (V + K) // ROWS
-    most = 528 // blocks if blocks <= 88 else 1
+    most = min(528 // blocks, 40) if blocks <= 88 else 1  # 11 at 12 heads; past 40 the fold costs what the scan saves
     return (512, most) if most > 1 else (NO_SEGMENTS, 1)
 
 
@@ -81,28 +88,60 @@ def run_factors(x: Tokens, plan: Plan, work: Work, h0: int, heads: int) -> None:
     """factor_kernel and inverse_kernel for heads h0 .. h0 + heads - 1."""
     q = x.k if x.q is None else x.q
     factor_kernel[(plan.max_chunks, heads)](
-        q, x.k, x.z, x.beta, x.A_log, x.dt_bias, work.factors, work.decay, plan.chunk_table, plan.max_chunks, h0,
-        *q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2], *x.beta.stride(), x.scale, x.lower_bound,
-        K=x.k.shape[-1], C=CHUNK, EPS=EPS, HAS_Q=x.q is not None, OP=x.operand, num_warps=FACTOR_WARPS,
-        **FACTOR_REGISTERS,
+        q,
+        x.k,
+        x.z,
+        x.beta,
+        x.A_log,
+        x.dt_bias,
+        work.factors,
+        work.decay,
+        plan.chunk_table,
+        plan.max_chunks,
+        h0,
+        *q.stride()[:2],
+        *x.k.stride()[:2],
+        *x.z.stride()[:2],
+        *x.beta.stride(),
+        x.scale,
+        x.lower_bound,
+        K=x.k.shape[-1],
+        C=CHUNK,
+        EPS=EPS,
+        HAS_Q=x.q is not None,
+        OP=x.operand,
+        num_warps=FACTOR_WARPS,
+        maxnreg=FACTOR_REGISTERS,
     )
     inverse_kernel[(plan.max_chunks, heads)](
-        work.factors, x.beta, plan.chunk_table, plan.max_chunks, h0, *x.beta.stride(), K=x.k.shape[-1], C=CHUNK,
-        OP=x.operand, num_warps=1,
+        work.factors,
+        x.beta,
+        plan.chunk_table,
+        plan.max_chunks,
+        h0,
+        *x.beta.stride(),
+        K=x.k.shape[-1],
+        C=CHUNK,
+        OP=x.operand,
+        num_warps=1,
     )
 
 
 def forward(
-    x: Tokens, cu_seqlens: Tensor, start: Tensor | None, offsets: Tensor | None, segments: bool | None,
+    x: Tokens,
+    cu_seqlens: Tensor,
+    start: Tensor | None,
+    offsets: Tensor | None,
+    segments: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o [T,H,V], final state [N,H,K,V], states at the offsets [n,H,K,V]); one row per DISTINCT offset is written."""
     T, H, K, V = x.sizes
     N, device = cu_seqlens.numel() - 1, x.k.device
     min_segment, most = segment_rule(H, V, K)
-    if segments is False or 2 * min_segment > T:
-        min_segment, most = NO_SEGMENTS, 1
-    elif segments and most == 1:
+    if segments and most == 1:
         min_segment, most = 512, 8
+    if segments is False or 2 * min_segment > T:  # no sequence of so few tokens has two segments
+        min_segment, most = NO_SEGMENTS, 1
     plan = Plan(cu_seqlens, T, offsets, min_segment, most)
     work = make_work(x, plan)
     o = torch.empty(T, H, V, dtype=x.v.dtype, device=device)
@@ -111,15 +150,36 @@ def forward(
     maps = final.new_empty(plan.max_spans * work.group * (V + K) * K if most > 1 else 0)
     origin = final if start is None else start
     shared = {
-        "K": K, "V": V, "FIELDS": SPAN_FIELDS, "HAS_START": start is not None, "HAS_OFFSETS": plan.has_offsets,
+        "K": K,
+        "V": V,
+        "FIELDS": SPAN_FIELDS,
+        "HAS_START": start is not None,
+        "HAS_OFFSETS": plan.has_offsets,
     }
     spans = plan.span_table, plan.first_span, plan.first_piece
 
     def scan(mode: str, rows: int, programs: int, begin: Tensor, to: Tensor, h0: int, heads: int) -> None:
         scan_kernel[(rows // ROWS, heads, programs)](
-            work.factors, work.decay, x.v, o, *spans, begin, to, states, plan.max_chunks, h0, H,
-            *x.v.stride()[:2], *o.stride()[:2], R=ROWS, C=CHUNK, OP=x.operand, MODE=mode, STAGES=STAGES,
-            num_warps=SCAN_WARPS, **shared,
+            work.factors,
+            work.decay,
+            x.v,
+            o,
+            *spans,
+            begin,
+            to,
+            states,
+            plan.max_chunks,
+            h0,
+            H,
+            *x.v.stride()[:2],
+            *o.stride()[:2],
+            R=ROWS,
+            C=CHUNK,
+            OP=x.operand,
+            MODE=mode,
+            STAGES=STAGES,
+            num_warps=SCAN_WARPS,
+            **shared,
         )
 
     for h0 in range(0, H, work.group):
@@ -150,9 +210,27 @@ def segment_maps(x: Tokens, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         heads = min(work.group, H - h0)
         run_factors(x, plan, work, h0, heads)
         scan_kernel[((V + K) // ROWS, heads, plan.max_spans)](
-            work.factors, work.decay, x.v, x.v, *spans, maps, maps, maps, plan.max_chunks, h0, H,
-            *x.v.stride()[:2], 0, 0, R=ROWS, C=CHUNK, OP=x.operand, MODE="maps", STAGES=STAGES,
-            num_warps=SCAN_WARPS, **shared,
+            work.factors,
+            work.decay,
+            x.v,
+            x.v,
+            *spans,
+            maps,
+            maps,
+            maps,
+            plan.max_chunks,
+            h0,
+            H,
+            *x.v.stride()[:2],
+            0,
+            0,
+            R=ROWS,
+            C=CHUNK,
+            OP=x.operand,
+            MODE="maps",
+            STAGES=STAGES,
+            num_warps=SCAN_WARPS,
+            **shared,
         )
         fold_kernel[((V + K) // FOLD_ROWS, heads, N)](
             maps, *spans, whole, whole, whole, h0, H, R=FOLD_ROWS, AS_MAP=True, num_warps=FOLD_WARPS, **shared
@@ -162,7 +240,12 @@ def segment_maps(x: Tokens, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    x: Tokens, cu_seqlens: Tensor, start: Tensor | None, offsets: Tensor | None, do: Tensor, d_final: Tensor | None,
+    x: Tokens,
+    cu_seqlens: Tensor,
+    start: Tensor | None,
+    offsets: Tensor | None,
+    do: Tensor,
+    d_final: Tensor | None,
     d_states: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, z, beta, A_log, dt_bias and the initial state (None without one), for gradients of o, of
@@ -184,23 +267,93 @@ def backward(
         heads = min(work.group, H - h0)
         run_factors(x, plan, work, h0, heads)
         save_kernel[(V // ROWS, heads, N)](
-            work.factors, work.decay, x.v, before, writes, *spans, before if start is None else start, chunks, h0, H,
-            *x.v.stride()[:2], HAS_START=start is not None, **shared, **walk,
+            work.factors,
+            work.decay,
+            x.v,
+            before,
+            writes,
+            *spans,
+            before if start is None else start,
+            chunks,
+            h0,
+            H,
+            *x.v.stride()[:2],
+            HAS_START=start is not None,
+            **shared,
+            **walk,
         )
         reverse_kernel[(V // ROWS, heads, N)](
-            work.factors, work.decay, do, dv, after, *spans, do if d_final is None else d_final,
-            do if d_states is None else d_states, do if d_start is None else d_start, chunks, h0, H,
-            *do.stride()[:2], HAS_FINAL=d_final is not None, HAS_START=start is not None, **shared, **walk,
+            work.factors,
+            work.decay,
+            do,
+            dv,
+            after,
+            *spans,
+            do if d_final is None else d_final,
+            do if d_states is None else d_states,
+            do if d_start is None else d_start,
+            chunks,
+            h0,
+            H,
+            *do.stride()[:2],
+            HAS_FINAL=d_final is not None,
+            HAS_START=start is not None,
+            **shared,
+            **walk,
         )
         logits = x.A_log, x.dt_bias, work.factors, work.decay
         strides = (*x.q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2])
         query_kernel[(chunks, heads)](
-            x.q, x.k, x.z, *logits, before, writes, do, dq, plan.chunk_table, chunks, h0, H, *strides,
-            *do.stride()[:2], x.scale, x.lower_bound, EPS=EPS, **QUERY, **shared,
+            x.q,
+            x.k,
+            x.z,
+            *logits,
+            before,
+            writes,
+            do,
+            dq,
+            plan.chunk_table,
+            chunks,
+            h0,
+            H,
+            *strides,
+            *do.stride()[:2],
+            x.scale,
+            x.lower_bound,
+            EPS=EPS,
+            **QUERY,
+            **shared,
         )
+        overlap_kernel[(chunks, heads)](work.decay, before, after, plan.chunk_table, chunks, K=K, V=V, num_warps=4)
         key_kernel[(chunks, heads)](
-            x.q, x.k, x.z, x.beta, *logits, before, writes, dv, after, dk, dz, d_beta, *parts, plan.chunk_table, chunks,
-            h0, H, *strides, *x.beta.stride(), x.scale, x.lower_bound, EPS=EPS, **KEY, **shared,
+            x.q,
+            x.k,
+            x.z,
+            x.beta,
+            *logits,
+            before,
+            writes,
+            dv,
+            after,
+            dk,
+            dz,
+            d_beta,
+            *parts,
+            plan.chunk_table,
+            chunks,
+            h0,
+            H,
+            *strides,
+            *x.beta.stride(),
+            x.scale,
+            x.lower_bound,
+            EPS=EPS,
+            **KEY,
+            **shared,
+        )
+        gate_kernel[(chunks, heads)](
+            x.z, *logits, dz, *parts, plan.chunk_table, chunks, h0, H, *x.z.stride()[:2], x.lower_bound,
+            K=K, C=CHUNK, OP=x.operand, num_warps=4,
         )
     d_bias, d_rate = parts.sum(1)
     return dq, dk, dv, dz, d_beta, d_rate.sum(1), d_bias, d_start

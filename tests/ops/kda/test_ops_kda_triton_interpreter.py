@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which exists for Linux only")
 
-PROGRAM = '''
+PROGRAM = """
 import torch
 from openk3.ops.kda import BoundedGate, gpu, kda, kda_segment
 
@@ -70,7 +70,7 @@ want = kda_segment(*(y.double() for y in (k, v, z, beta)), cu_seqlens=cu, gate=w
 for a, b in zip(got, want, strict=True):
     close(a, b)
 print("equal")
-'''
+"""
 
 
 def test_kernels_equal_the_recurrence():
