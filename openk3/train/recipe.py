@@ -130,8 +130,8 @@ SIZE_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "nano": {
         "data": {"context": 1024},
         "train": {
-            "tokens": 3_072_000, "batch_tokens": 4096, "micro_tokens": 4096, "eval_every": 150, "eval_tokens": 32_768,
-            "save_every": 150,
+            "tokens": 2_867_200, "batch_tokens": 4096, "micro_tokens": 4096, "eval_every": 140, "eval_tokens": 32_768,
+            "save_every": 140,
         },
         "optim": {"lr": 4e-3},
     },

@@ -34,7 +34,8 @@ def tour(run: Path, overrides: list[str]) -> None:
     console.print(
         "\n[bold]3. Training it[/] on Python's own standard library. Ctrl-C saves; the same command goes on.\n"
     )
-    train(recipe, run)
+    if train(recipe, run).interrupted:
+        return
     lines = read_lines(run / "metrics.jsonl")
     console.print("\n[bold]4. What it wrote as it learned[/]: the same prompts and seeds each time\n")
     show_samples(console, lines)
