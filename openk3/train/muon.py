@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from openk3.train.parameters import Part
 
 aten = torch.ops.aten  # many tensors in one call
+MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7  # a block with no gradient at all stays where it is instead of becoming 0 / 0
 UPDATE_RMS = 0.2
@@ -59,31 +59,30 @@ def update_scale(rows: int, columns: int) -> float:
 
 
 class Bucket:
-    """Parts of one block shape and one scale, with their momentum in one tensor [B, R, C]."""
+    """Parts of one block shape, with their momentum in one tensor [B, R, C]."""
 
-    def __init__(self, parts: Sequence[Part], parameters: Mapping[str, Tensor], optim: Any):
-        self.parts, self.optim = parts, optim
+    def __init__(self, parts: Sequence[Part], parameters: Mapping[str, Tensor], weight_decay: float):
+        self.parts, self.weight_decay = parts, weight_decay
         self.blocks = [part.of(parameters[part.name].detach()) for part in parts]
         self.weights = [parameters[part.name] for part in parts]
         self.momentum = torch.cat([torch.zeros_like(block) for block in self.blocks])
         self.sizes = [part.blocks for part in parts]
-        self.scale = update_scale(*parts[0].scale_shape)
+        self.scale = update_scale(parts[0].rows, parts[0].columns)
 
     def step(self, lr: float) -> list[Tensor]:
         """One update in place. Returns what was subtracted over lr, [blocks, R, C] a part."""
-        optim = self.optim
         grad_BRC = torch.cat([part.of(gradient(w)) for part, w in zip(self.parts, self.weights, strict=True)])
-        self.momentum.mul_(optim.momentum).add_(grad_BRC)
-        direction = grad_BRC.add_(self.momentum, alpha=optim.momentum) if optim.nesterov else self.momentum
-        update_BRC = newton_schulz(direction, optim.ns_steps).to(self.momentum.dtype).mul_(self.scale)
+        self.momentum.mul_(MOMENTUM).add_(grad_BRC)
+        nesterov_BRC = grad_BRC.add_(self.momentum, alpha=MOMENTUM)
+        update_BRC = newton_schulz(nesterov_BRC).to(self.momentum.dtype).mul_(self.scale)
         updates = list(update_BRC.split(self.sizes))
-        aten._foreach_mul_(self.blocks, 1 - lr * optim.weight_decay)
+        aten._foreach_mul_(self.blocks, 1 - lr * self.weight_decay)
         aten._foreach_add_(self.blocks, updates, alpha=-lr)
         return updates
 
     def state(self) -> dict[str, Tensor]:
-        """Momentum by part label, views [blocks, R, C] of the running one."""
-        return {part.label: m for part, m in zip(self.parts, self.momentum.split(self.sizes), strict=True)}
+        """Momentum by parameter, views [blocks, R, C] of the running one."""
+        return {part.name: m for part, m in zip(self.parts, self.momentum.split(self.sizes), strict=True)}
 
 
 def gradient(weight: Tensor) -> Tensor:
@@ -91,13 +90,13 @@ def gradient(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
 
 
-def buckets(parts: Sequence[Part], parameters: Mapping[str, Tensor], optim: Any) -> list[Bucket]:
-    """Parts sorted by shape and scale, at most BUCKET_ELEMENTS together (one part at least)."""
+def buckets(parts: Sequence[Part], parameters: Mapping[str, Tensor], weight_decay: float) -> list[Bucket]:
+    """Parts sorted by shape, at most BUCKET_ELEMENTS together (one part at least)."""
     by_shape: dict[tuple, list[list[Part]]] = {}
     for part in parts:
-        runs = by_shape.setdefault((part.rows, part.columns, part.scale_shape), [[]])
+        runs = by_shape.setdefault((part.rows, part.columns), [[]])
         elements = sum(p.blocks for p in runs[-1]) * part.rows * part.columns
         if runs[-1] and elements + part.blocks * part.rows * part.columns > BUCKET_ELEMENTS:
             runs.append([])
         runs[-1].append(part)
-    return [Bucket(run, parameters, optim) for runs in by_shape.values() for run in runs]
+    return [Bucket(run, parameters, weight_decay) for runs in by_shape.values() for run in runs]

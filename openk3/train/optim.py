@@ -61,17 +61,10 @@ class Optimizer:
         for name, tensor in parameters.items():
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"parameter {name} is {tensor.dtype}; masters are float32 or float64")
-        self.plan = plan(
-            parameters.items(),
-            config,
-            optimizer=optim.optimizer,
-            kv_b=optim.muon_kv_b,
-            gate_per_head=optim.muon_gate_per_head,
-            scale=optim.muon_scale,
-        )
+        self.plan = plan(parameters.items(), config, optim.optimizer)
         self.parameters = parameters
         self.count = torch.zeros((), dtype=torch.int64)
-        self.buckets = buckets(self.plan.muon, parameters, optim)
+        self.buckets = buckets(self.plan.muon, parameters, optim.weight_decay)
         self.adamw = [
             AdamW(self.plan.adamw, parameters, optim.weight_decay),
             AdamW(self.plan.adamw_undecayed, parameters, 0.0),
@@ -105,7 +98,7 @@ class Optimizer:
         """Plain tensors that share memory with the running state."""
         state = {"count": self.count}
         for bucket in self.buckets:
-            state |= {f"momentum.{label}": m for label, m in bucket.state().items()}
+            state |= {f"momentum.{name}": m for name, m in bucket.state().items()}
         for group in self.adamw:
             state |= {f"mean.{name}": m for name, m in zip(group.names, group.mean, strict=True)}
             state |= {f"square.{name}": s for name, s in zip(group.names, group.square, strict=True)}

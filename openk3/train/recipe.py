@@ -69,12 +69,6 @@ class OptimRecipe:
     lr_min_ratio: float = 0.1
     weight_decay: float = 0.1
     clip: float = 1.0  # gradient norm, 0: no clipping; ours
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_steps: int = 5
-    muon_scale: str = "block_rms"
-    muon_kv_b: str = "joint"
-    muon_gate_per_head: bool = False
     qk_clip_tau: float = 100.0  # 0: no QK-clip
 
 
@@ -155,20 +149,17 @@ SIZE_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 
 _POSITIVE = (
     "data.context train.batch_tokens train.micro_tokens train.eval_every train.save_every train.keep_checkpoints "
-    "optim.lr optim.ns_steps balance.bins balance.rate"
+    "optim.lr balance.bins balance.rate"
 ).split()
 _NOT_NEGATIVE = (
     "data.limit train.tokens train.steps train.seed train.eval_tokens train.sample_tokens optim.weight_decay "
     "optim.clip optim.qk_clip_tau"
 ).split()
 _SHARES = "optim.warmup optim.lr_min_ratio".split()  # 0 to 1, both allowed
-_BELOW_ONE = "optim.momentum".split()  # 0 allowed, 1 not
 _CHOICES: dict[str, tuple[str, ...]] = {
     "train.device": ("cpu", "cuda"),
     "train.dtype": ("float32", "bfloat16", "float64"),
     "optim.optimizer": ("per_head_muon", "muon", "adamw"),
-    "optim.muon_scale": ("block_rms", "matrix_rms"),
-    "optim.muon_kv_b": ("joint", "split"),
     "balance.rule": ("quantile", "sign", "none"),
 }
 
@@ -309,8 +300,6 @@ def check_range(key: str, value: Any) -> None:
         raise ValueError(f"{key} = {value} must not be negative")
     if key in _SHARES and not 0 <= value <= 1:
         raise ValueError(f"{key} = {value} must be between 0 and 1")
-    if key in _BELOW_ONE and not 0 <= value < 1:
-        raise ValueError(f"{key} = {value} must be at least 0 and below 1")
 
 
 def check_budget(recipe: Recipe) -> None:

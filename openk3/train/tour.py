@@ -12,10 +12,10 @@ from rich.text import Text
 
 from openk3.config import named
 from openk3.model.audit import audit
+from openk3.model.tables import parameter_table
 from openk3.train.loop import train
 from openk3.train.recipe import load_recipe
 from openk3.train.report import write_report
-from openk3.model.tables import parameter_table
 
 RECIPE = "nano"
 

@@ -61,16 +61,14 @@ def test_the_scale_makes_an_orthogonal_block_of_rms_a_fifth():
 
 
 @pytest.mark.row(94)
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_against_torch_muon(nesterov):
+def test_against_torch_muon():
     """Three steps of one matrix. Torch iterates in bf16 and keeps a running mean, which has the same direction."""
     ours = nn.Parameter(random(16, 40, dtype=torch.float32))
     theirs = nn.Parameter(ours.detach().clone())
     torch_muon = torch.optim.Muon(
-        [theirs], lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
+        [theirs], lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
     )
-    part = Part("x", "x", 1, 16, 0, 16, 40, (16, 40))
-    bucket = Bucket([part], {"x": ours}, OptimRecipe(nesterov=nesterov))
+    bucket = Bucket([Part("x", 1, 16, 40)], {"x": ours}, weight_decay=0.1)
     for step in range(3):
         before = ours.detach().clone()
         ours.grad = random(16, 40, seed=step + 1, dtype=torch.float32)
@@ -167,18 +165,3 @@ def test_the_exact_polar_factor_of_a_tall_matrix_stays_below_one_and_a_half():
     x[:64] *= 1000
     exact = polar(x).view(12, -1).norm(dim=1)
     assert 1.4 < (exact[0] / exact[1:].mean()).item() < 1.5
-
-
-def test_kv_b_split_gate_per_head_and_matrix_scale():
-    model = model_with_gradients()
-    before, _ = one_step(model, OptimRecipe(muon_kv_b="split", muon_gate_per_head=True, muon_scale="matrix_rms"))
-    by_name = dict(model.named_parameters())
-    name = "model.layers.3.self_attn.kv_b_proj.weight"
-    grad = by_name[name].grad.view(2, 64, 32) * 1.95
-    update = torch.cat([newton_schulz(grad[:, :32]), newton_schulz(grad[:, 32:])], dim=1) * update_scale(128, 32)
-    expected = (1 - 0.001) * before[name] - 0.01 * update.reshape(128, 32)
-    torch.testing.assert_close(by_name[name].detach(), expected, rtol=0, atol=1e-12)
-    name = "model.layers.0.self_attn.g_proj.weight"
-    grad = by_name[name].grad.view(2, 32, 64) * 1.95
-    expected = (1 - 0.001) * before[name] - 0.01 * (newton_schulz(grad) * update_scale(64, 64)).reshape(64, 64)
-    torch.testing.assert_close(by_name[name].detach(), expected, rtol=0, atol=1e-12)
