@@ -46,9 +46,12 @@ def tour(run: Path, overrides: list[str]) -> None:
             f"The report, with plots of what makes K3 different: [bold]{report}[/]\n\n"
             "What to try next:\n"
             f"  openk3 generate {run} --prompt 'def fibonacci(n):'\n"
-            "  openk3 train k2like                                   what K3 replaced, same active size\n"
-            "  openk3 train nano --set model.residual=plain --run plain        without Attention Residuals\n"
-            "  openk3 train nano --set data.source='texts/*.txt' --run mine    on your own text",
+            "  openk3 train k2like\n"
+            "      what K3 replaced, at the same active size\n"
+            "  openk3 train nano --set model.residual=plain --run plain\n"
+            "      without Attention Residuals\n"
+            "  openk3 train nano --set data.source='texts/*.txt' --run mine\n"
+            "      on your own text",
             title="Done",
             title_align="left",
         )
