@@ -197,14 +197,14 @@ def test_segment(gates):
     assert error(M, exact([*x[:7], one], cu)[1]) < 0.005
 
 
-def test_auto_takes_the_kernels():
+def test_by_name():
     x, cu = draw(100, 2, 128, "slow"), bounds([100])
-    for a, b in zip(run(kda, x, cu), run(gpu.kda, x, cu), strict=True):
+    for a, b in zip(run(kda, x, cu, backend="triton"), run(gpu.kda, x, cu), strict=True):
         assert torch.equal(a, b)
     pools, slots = (x[7].clone(), x[7].clone()), torch.zeros(1, device="cuda", dtype=torch.int32)
     gate = BoundedGate(x[5], x[6])
     one = [y[:1] for y in x[:5]]
-    a = kda_step(*one, state_SHKV=pools[0], slots_N=slots, gate=gate)
+    a = kda_step(*one, state_SHKV=pools[0], slots_N=slots, gate=gate, backend="triton")
     b = gpu.kda_step(*one, state_SHKV=pools[1], slots_N=slots, gate=gate)
     assert torch.equal(a, b)
     assert torch.equal(*pools)

@@ -3,8 +3,8 @@
     S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t          (eq. 1)
 
 Backends: `reference` (reference.py, token by token, the definition), `torch` (chunked.py, matrix products) and
-`triton` (gpu.py, kernels; what "auto" takes for bf16 CUDA tensors with K = V in {64, 128} and a bounded gate, where
-`cu_seqlens`, offsets and slots are trusted, since reading them would wait for the device; else "auto" takes `torch`).
+`triton` (gpu.py, kernels for CUDA tensors with K = V in {64, 128} and a bounded gate; bounds, offsets and slots are
+trusted there, since reading them would wait for the device). "auto" takes `torch`; `triton` is taken by its name.
 Legend: T tokens, N sequences, H heads, K key and V value channels, S slots of a state pool.
 """
 
@@ -37,10 +37,7 @@ def _choose(op: str, backend: str, torch_forms: dict, k: Tensor, v: Tensor, gate
             kernels = f"triton does not import ({error})"
         else:
             kernels = gpu.available() or gpu.takes(k, v, gate) or getattr(gpu, op)
-    default = "triton" if callable(kernels) and k.dtype == v.dtype == torch.bfloat16 else "torch"
-    if op == "kda_segment" and default == "triton" and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        default = "torch"  # the kernels' map has no gradient
-    return pick(op, backend, {**torch_forms, "triton": kernels}, default)
+    return pick(op, backend, {**torch_forms, "triton": kernels}, "torch")
 
 
 def kda(

@@ -43,15 +43,16 @@ def takes(k: Tensor, v: Tensor, gate: BoundedGate | None) -> str | None:
 def _tokens(q, k, v, g, beta, gate: BoundedGate | None, scale: float | None) -> launch.Tokens:
     """Raises ValueError for what the kernels do not take; tensors without unit stride on the last axis are copied."""
     reason = takes(k, v, gate)
-    if reason is not None:
+    if reason is not None or gate is None:
         raise ValueError(f"backend 'triton' of kda is not available: {reason}")
     for name, x in {"q": q, "v": v}.items():
         if x is not None and x.dtype != k.dtype:
             raise ValueError(f"backend 'triton' of kda needs one dtype, got k in {k.dtype} and {name} in {x.dtype}")
-    dense = (None if x is None else x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
+    dense = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g)]
     A_log, dt_bias, lower_bound = gate
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    return launch.Tokens(*dense, beta, A_log.contiguous(), dt_bias.contiguous(), lower_bound, scale)
+    fields = [*dense, beta, A_log.contiguous(), dt_bias.contiguous(), lower_bound, scale]
+    return launch.Tokens._make(fields)
 
 
 class _Kda(torch.autograd.Function):
@@ -154,22 +155,9 @@ def kda_step(
     if state_SHKV.stride()[2:] != (V, 1):
         raise ValueError(f"backend 'triton' of kda_step needs a dense [K, V] a head, got strides {state_SHKV.stride()}")
     o = torch.empty(T, H, V, dtype=x.v.dtype, device=x.v.device)
-    strides = (s for y in (x.q, x.k, x.v, x.z, x.beta, state_SHKV) for s in y.stride()[:2])
+    strides = [s for y in (*x[:5], state_SHKV) if y is not None for s in y.stride()[:2]]
+    arguments = [*x[:7], state_SHKV, slots_N, o, T // max(N, 1), H, *strides, x.scale, x.lower_bound]
     if T:
-        step_kernel[(V // columns, H, N)](
-            *x[:7],
-            state_SHKV,
-            slots_N,
-            o,
-            T // N,
-            H,
-            *strides,
-            x.scale,
-            x.lower_bound,
-            K=K,
-            V=V,
-            R=columns,
-            EPS=EPS,
-            num_warps=warps,
-        )
+        constants = {"K": K, "V": V, "R": columns, "EPS": EPS, "num_warps": warps}
+        step_kernel[(V // columns, H, N)](*arguments, **constants)
     return o

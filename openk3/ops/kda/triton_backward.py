@@ -4,7 +4,7 @@
 2. `reverse_kernel`: dS^T in the accumulators, from the last chunk to the first, leaving dS1^T of every chunk and
    dV = dX = B^T (A^T dO + Ke dS1).
 3. `query_kernel`, `overlap_kernel`, `key_kernel`, `gate_kernel`: everything else of a chunk, down to the gradients of
-   the raw inputs. As one kernel they spill registers and run three times as long.
+   the raw inputs. One kernel for all spilled registers: 6.9 ms at 8,192 tokens and 96 heads on an H200 against 4.5.
 
 Two shortcuts. dN = -tril(dX Vt^T, -1) needs no Y. And since Vt_r = beta_r e_r and dX_r = beta_r Y_r, the gradient of
 beta is dbeta_r = Y_r . e_r, one product of rows; of its logit, (dX_r . Vt_r) (1 - beta) / beta.
@@ -206,10 +206,16 @@ def reverse_kernel(
 
 @triton.jit
 def overlap_kernel(
-    decay, states, d_states, chunk_table, max_chunks, K: tl.constexpr, V: tl.constexpr,
+    decay,
+    states,
+    d_states,
+    chunk_table,
+    max_chunks,
+    K: tl.constexpr,
+    V: tl.constexpr,
 ):
-    """Grid (max_chunks, heads): Gam_C rowsum(S0 dS1) in place of Gam_C. Inside `key_kernel` this sum over V cost a
-    millisecond at 8,192 tokens and 96 heads; alone it runs at the speed of memory."""
+    """Grid (max_chunks, heads): Gam_C rowsum(S0 dS1) in place of Gam_C. Apart from `key_kernel`, whose registers the
+    two states would need at once."""
     chunk = tl.program_id(0).to(tl.int64)
     local = tl.program_id(1).to(tl.int64)
     if tl.load(chunk_table + chunk * 2 + 1) == 0:
@@ -441,8 +447,24 @@ def key_kernel(
 
 @triton.jit
 def gate_kernel(
-    z, A_log, dt_bias, work, decay, dz, part_bias, part_rate, chunk_table, max_chunks, h0, H, z_t, z_h, lower_bound,
-    K: tl.constexpr, C: tl.constexpr, OP: tl.constexpr,
+    z,
+    A_log,
+    dt_bias,
+    work,
+    decay,
+    dz,
+    part_bias,
+    part_rate,
+    chunk_table,
+    max_chunks,
+    h0,
+    H,
+    z_t,
+    z_h,
+    lower_bound,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    OP: tl.constexpr,
 ):
     """Grid (max_chunks, heads), after `key_kernel`: from dG to the logits. dz [T, H, K]; float32 parts of the
     gradients of dt_bias [chunks, H, K] and A_log [chunks, H, K], to be summed in a fixed order."""

@@ -194,7 +194,8 @@ def inverse_kernel(
     """Grid (max_chunks, heads): L, in two parts, becomes B = (I + L)^-1 diag(beta), likewise.
 
     One warp a program: the twelve dependent products of 16 x 16 tiles wait on each other, and without a barrier in
-    between many such programs share a multiprocessor. Inside `factor_kernel` they made it three times slower.
+    between many such programs share a multiprocessor. At 8,192 tokens and 96 heads on an H200 the two kernels take
+    0.70 + 0.19 ms; as one, which held its registers meanwhile, they took 1.07.
     """
     FAST: tl.constexpr = OP == tl.bfloat16
     HALF: tl.constexpr = C // 2

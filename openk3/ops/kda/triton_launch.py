@@ -4,7 +4,7 @@ Nothing here reads device memory from the host, so every call can be captured in
 T, N and H alone. Legend: T tokens, N sequences, H heads, K key and V value channels.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -247,7 +247,7 @@ def backward(
     do: Tensor,
     d_final: Tensor | None,
     d_states: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """Gradients of q, k, v, z, beta, A_log, dt_bias and the initial state (None without one), for gradients of o, of
     the final state and of the states at the offsets (one row per distinct offset)."""
     T, H, K, V = x.sizes
@@ -352,8 +352,20 @@ def backward(
             **shared,
         )
         gate_kernel[(chunks, heads)](
-            x.z, *logits, dz, *parts, plan.chunk_table, chunks, h0, H, *x.z.stride()[:2], x.lower_bound,
-            K=K, C=CHUNK, OP=x.operand, num_warps=4,
+            x.z,
+            *logits,
+            dz,
+            *parts,
+            plan.chunk_table,
+            chunks,
+            h0,
+            H,
+            *x.z.stride()[:2],
+            x.lower_bound,
+            K=K,
+            C=CHUNK,
+            OP=x.operand,
+            num_warps=4,
         )
     d_bias, d_rate = parts.sum(1)
     return dq, dk, dv, dz, d_beta, d_rate.sum(1), d_bias, d_start

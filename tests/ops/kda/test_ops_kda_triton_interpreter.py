@@ -13,7 +13,10 @@ pytest.importorskip("triton", reason="the kernels are written in triton, which e
 
 PROGRAM = """
 import torch
+import triton
+import triton.language as tl
 from openk3.ops.kda import BoundedGate, gpu, kda, kda_segment
+from openk3.ops.kda.triton_backward import load_exact, store_exact
 
 torch.manual_seed(0)
 H, K = 1, 64
