@@ -24,6 +24,8 @@ from openk3.ops.routing import Routing, route
 class Router(nn.Module):
     """Sigmoid scores of all experts in float32, top-k of score + bias, weights from the scores alone (eq. 13)."""
 
+    e_score_correction_bias: Tensor
+
     def __init__(self, config: K3Config):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))

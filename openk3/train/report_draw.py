@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -28,7 +29,7 @@ INK, MUTED, GRID, PAPER, HEAT, *_REST = (f"#fe{i:02x}01" for i in range(len(ROLE
 SERIES, SHADES = _REST[:6], _REST[6:]
 _VARIABLE = {f"#fe{i:02x}01": f"var(--{role})" for i, role in enumerate(ROLES)}
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 11,
     "axes.labelsize": 11,

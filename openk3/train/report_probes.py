@@ -203,9 +203,9 @@ def update_spread(run: Run) -> Panel:
     def draw(ax: Axes) -> None:
         d.count_axis(ax, "step", steps)
         for i, (kind, lines) in enumerate(kinds.items()):
-            style = {"color": d.SERIES[i % 6], "marker": MARKS[i % 6]}
-            ax.plot(steps, np.array(lines).T, **style, ms=2.5, lw=0.9, alpha=0.4)
-            ax.plot(steps, np.median(lines, axis=0), **style, ms=4, label=kind)
+            color, marker = d.SERIES[i % 6], MARKS[i % 6]
+            ax.plot(steps, np.array(lines).T, color=color, marker=marker, ms=2.5, lw=0.9, alpha=0.4)
+            ax.plot(steps, np.median(lines, axis=0), color=color, marker=marker, ms=4, label=kind)
         d.value_axis(ax, "largest head / median head", everything)
         top = np.nanmax(everything, initial=1.0)
         ax.set_ylim(0.98, max(1.5, 1.05 * top))  # from "all equal" to a spread worth seeing

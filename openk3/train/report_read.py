@@ -100,7 +100,7 @@ def column(records: Iterable[Record], key: str) -> np.ndarray:
 
 def table(records: list[Record], key: str) -> np.ndarray:
     """[n, widest] float64 of a field that holds a list, NaN where a list is short or absent."""
-    lists = [r.get(key) if isinstance(r.get(key), list) else [] for r in records]
+    lists = [value if isinstance(value := r.get(key), list) else [] for r in records]
     out = np.full((len(lists), max(map(len, lists), default=0)), math.nan)
     for row, values in zip(out, lists, strict=True):
         row[: len(values)] = [number(v) for v in values]

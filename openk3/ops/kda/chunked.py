@@ -99,14 +99,22 @@ class _Chunked(torch.autograd.Function):
         layout = config.layout
         p = prologue(layout, initial_state.dtype, q, k, v, g, beta, A_log, dt_bias, config.lower_bound)
         decay = _decay(p.g)
-        o_BCV, *kept = _forward(layout, p, decay, initial_state)
+        o_BCV, P, scores, Vt, states = _forward(layout, p, decay, initial_state)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.pairwise = config, [pairwise for _, pairwise in decay.wild]
         ctx.dtypes = [None if x is None else x.dtype for x in (q, k, v, g, beta)]
         ctx.save_for_backward(
-            *p, *decay[:4], *kept, None if A_log is None else g, A_log, dt_bias, *(i for i, _ in decay.wild)
+            *p,
+            *decay[:4],
+            P,
+            scores,
+            Vt,
+            states,
+            None if A_log is None else g,
+            A_log,
+            dt_bias,
+            *(i for i, _ in decay.wild),
         )
-        states = kept[-1]
         o = None if o_BCV is None else layout.scatter(o_BCV).mul_(config.scale).to(v.dtype)
         return o, states.index_select(0, layout.final), states.index_select(0, layout.cuts)
 
@@ -118,8 +126,11 @@ class _Chunked(torch.autograd.Function):
         p, kept, (z, A_log, dt_bias), wild = Prologue(*saved[:7]), saved[11:15], saved[15:18], saved[18:]
         decay = Decay(*saved[7:11], wild=tuple(zip(wild, ctx.pairwise, strict=True)))
         dO = None if do is None else layout.gather(do).to(p.k.dtype).mul_(scale)
-        dx, dk, dv, dg, dbeta, d_initial = _backward(layout, p, decay, *kept, dO, d_final, d_cuts)
-        dq = None if p.q is None else layout.scatter(unit_backward(dx[:, 1], p.q, p.q_inverse_norm))
+        P, scores, Vt, states = kept
+        dx, dk, dv, dg, dbeta, d_initial = _backward(layout, p, decay, P, scores, Vt, states, dO, d_final, d_cuts)
+        dq = None
+        if p.q is not None and p.q_inverse_norm is not None:
+            dq = layout.scatter(unit_backward(dx[:, 1], p.q, p.q_inverse_norm))
         dk = layout.scatter(unit_backward(dk, p.k, p.k_inverse_norm))
         dv = layout.scatter(dv)
         if A_log is None:
@@ -146,14 +157,13 @@ def _decay(g_BCK: Tensor) -> Decay:
     if mild.all():
         Gam.exp_()
         return Decay(Gam, Gam.reciprocal(), None, Gam[:, -1, :, None], ())
-    every = not mild.any()
-    wild = None if every else (~mild).nonzero().flatten()
+    wild = (~mild).nonzero().flatten() if mild.any() else None
     pairs.decay_factor_(Gam)
     end = Gam[:, -1, :, None]
     g_wild = pairs.take(g_BCK, wild)
     to_end = pairs.decay_factor_(torch.matmul(_ones_below(C, -1, g_BCK.dtype, g_BCK.device).T, g_wild))
     groups = _by_tile(wild, pairs.needs_pairs(g_wild), PAIR_BUDGET // (C * pairs.TILE * K))
-    if every:
+    if wild is None:
         return Decay(Gam, to_end, end, None, groups)
     column_scale = Gam.reciprocal().index_copy_(0, wild, to_end)
     mild = mild[:, None, None]
@@ -211,7 +221,9 @@ def _scores(p: Prologue, decay: Decay, X: Tensor, columns: Tensor) -> Tensor:
     return _mask(scores)
 
 
-def _forward(layout: Layout, p: Prologue, decay: Decay, initial_state: Tensor) -> tuple[Tensor | None, ...]:
+def _forward(
+    layout: Layout, p: Prologue, decay: Decay, initial_state: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
     """(output [B,C,V] or None, P [B,C,C], scores [B,s,C,C], Vt [B,C,V], states [N + m, H, K, V])."""
     X, columns = _rows_and_columns(p, decay)
     (B, s, C, K), V, H, N = X.shape, p.v.shape[-1], layout.heads, len(initial_state)
@@ -259,6 +271,7 @@ def _backward(
     ]
     if decay.post is not None:
         for index, _ in decay.wild:
+            assert index is not None  # some chunks are mild
             d_scores.index_fill_(0, index, 0)
         d_scores = d_scores.view(B, s * C, C)
         dX.baddbmm_(d_scores, columns)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Layout:
         """[m*H, C, c] -> [T, H, c]."""
         return x.reshape(-1, x.shape[-1]).index_select(0, self.inverse).view(-1, self.heads, x.shape[-1])
 
-    def by_step(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    def by_step(self, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
         """Tensors [m*H, ...] cut into the steps of the serial pass; None stays None."""
         sizes = [n * self.heads for n in self.steps]
         columns = (repeat(None, len(sizes)) if x is None else x.split(sizes) for x in tensors)

@@ -69,6 +69,7 @@ def prologue(
     if A_log is None:
         g_BCK = g_BCK.clamp_(min=lowest_decay(dtype))
     else:
+        assert dt_bias is not None  # a gate has both
         by_head = g_BCK.view(-1, layout.heads, layout.chunk, g_BCK.shape[-1])
         rate = A_log.to(dtype).exp()[:, None, None]
         by_head.add_(dt_bias.to(dtype)[:, None]).mul_(rate).sigmoid_().mul_(lower_bound)

@@ -74,5 +74,6 @@ def step_reference(
         scale=scale,
         initial_state=state_SHKV.index_select(0, slots),
     )
+    assert o is not None  # q was given
     state_SHKV.index_copy_(0, slots, final.to(state_SHKV.dtype))
     return o
