@@ -80,7 +80,8 @@ def missing(title: str, why: str) -> Panel:
 
 def figure(title: str, draw: Callable[[Axes], None], height: float = 250) -> str:
     """One figure as an inline SVG element: `draw` fills its axes. Same data, same bytes."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": title}):
+    style: dict[Any, Any] = _STYLE | {"svg.hashsalt": title}
+    with matplotlib.rc_context(style):
         fig = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         draw(fig.subplots())
         out = io.StringIO()
