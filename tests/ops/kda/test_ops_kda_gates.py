@@ -105,6 +105,8 @@ def test_decays_without_a_bound(dtype: torch.dtype, lowest: float) -> None:
     for a, b in zip(got, want, strict=True):
         assert largest(a.double(), b) < limit
     wanted, gradients = with_gradients(case, want), with_gradients(single, got)
+    if lowest <= -1e4:  # exactly: whatever made such a decay multiplies this by it
+        assert (gradients["g"][case.g == lowest] == 0).all()
     for label in wanted:
         if lowest == -torch.inf and label == "g":  # the recurrence multiplies 0 by -inf there
             assert gradients[label].isfinite().all()
