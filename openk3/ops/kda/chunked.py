@@ -129,7 +129,8 @@ class _Chunked(torch.autograd.Function):
         P, scores, Vt, states = kept
         dx, dk, dv, dg, dbeta, d_initial = _backward(layout, p, decay, P, scores, Vt, states, dO, d_final, d_cuts)
         dq = None
-        if p.q is not None and p.q_inverse_norm is not None:
+        if p.q is not None:
+            assert p.q_inverse_norm is not None  # kept with q
             dq = layout.scatter(unit_backward(dx[:, 1], p.q, p.q_inverse_norm))
         dk = layout.scatter(unit_backward(dk, p.k, p.k_inverse_norm))
         dv = layout.scatter(dv)
