@@ -1,6 +1,6 @@
 """How fast is chunked KDA on the CPU, and how much of that is its matrix products?
 
-    python benchmarks/kda_cpu.py [--json FILE] [--quick]
+    python benchmarks/kda_cpu.py [--json FILE] [--quick] [--threads N]
 
 Everything runs in one process on random data, float32, forward and backward, in both gate regimes: "strong" (a state
 is forgotten within a few tokens) and "slow" (half-life about 1,700 tokens). The floor is what the call cannot avoid:
@@ -122,7 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the record here")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--threads", type=int, help="CPU threads; all cores if not given")
     options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     rounds = 5 if options.quick else 25
     torch.manual_seed(0)
     record = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rounds": rounds, "rows": []}
