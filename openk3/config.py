@@ -7,11 +7,13 @@ Field names are those of the released config where it has them (model.md section
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 CONTROL_SLOTS = 256  # control ids above the BPE ranks, in every vocabulary
 A_LOG_PADDING = 128  # the released file stores A_log padded to a multiple of this
+LARGEST = 2**31 - 1  # of a size: token and channel offsets are int32
 MX_BLOCK = 32  # MXFP4 shares one scale among this many inputs
 
 MECHANISMS: dict[str, tuple[Any, ...]] = {
@@ -82,9 +84,20 @@ class K3Config:
                     raise ValueError(f"{field.name} = {value!r} is not a whole number")
                 if value < (0 if field.name in _MAY_BE_ZERO else 1):
                     raise ValueError(f"{field.name} = {value} is too small")
-            elif field.type == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"{field.name} = {value!r} is not a number")
+                if value > LARGEST:
+                    raise ValueError(f"{field.name} = {value} is too large; at most {LARGEST} can be")
+            elif field.type == "float":
+                self._check_number(field.name, value)
         self._check_shapes()
+
+    @staticmethod
+    def _check_number(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} = {value!r} is not a number")
+        if name in _MUST_BE_POSITIVE and not value > 0:
+            raise ValueError(f"{name} = {value} must be above 0")
+        if name == "initializer_range" and value < 0:
+            raise ValueError(f"{name} = {value} must not be negative")
 
     def _check_shapes(self) -> None:
         if self.vocab_size < CONTROL_SLOTS + 256:
@@ -219,7 +232,14 @@ class K3Config:
         return config
 
 
-_MAY_BE_ZERO = ("first_k_dense_replace", "num_shared_experts")
+_MAY_BE_ZERO = ("first_k_dense_replace",)
+_MUST_BE_POSITIVE = (
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+    "rms_norm_eps",
+    "mla_lowrank_norm_eps",
+    "rope_theta",
+)
 _TEXT_FIELDS = (
     "hidden_size",
     "num_hidden_layers",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 import tomllib
 import types
 import typing
@@ -156,6 +157,9 @@ _NOT_NEGATIVE = (
     "optim.clip optim.qk_clip_tau"
 ).split()
 _SHARES = "optim.warmup optim.lr_min_ratio".split()  # 0 to 1, both allowed
+_COUNTS = (  # at most 2**31 - 1: token offsets are int32
+    "data.context train.batch_tokens train.micro_tokens train.eval_tokens train.sample_tokens balance.bins"
+).split()
 _CHOICES: dict[str, tuple[str, ...]] = {
     "train.device": ("cpu", "cuda"),
     "train.dtype": ("float32", "bfloat16", "float64"),
@@ -239,11 +243,13 @@ def resolve(tables: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """Fill in the size's defaults and check every value. Raises ValueError naming the key and the value."""
     keys = known_keys()
     for section, values in tables.items():
+        if section != "model" and section not in _SECTIONS:
+            raise ValueError(unknown_key(section))
         for name in values:
             if f"{section}.{name}" not in keys:
                 raise ValueError(unknown_key(f"{section}.{name}"))
     size = tables.get("model", {}).get("size", "nano")
-    if size not in SIZE_DEFAULTS:
+    if not isinstance(size, str) or size not in SIZE_DEFAULTS:
         raise ValueError(f"model.size = {size!r} is not one of {', '.join(SIZE_DEFAULTS)}")
     sections = {name: read_section(name, cls, with_defaults(size, name, tables)) for name, cls in _SECTIONS.items()}
     recipe = Recipe(size, read_model(size, tables.get("model", {})), **sections)
@@ -279,9 +285,9 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(kind, types.UnionType):  # text or a list of texts
         return tuple(coerce(key, item, str) for item in value) if isinstance(value, list) else coerce(key, value, str)
-    if kind is int and number and float(value).is_integer():
+    if kind is int and number and (isinstance(value, int) or value.is_integer()):
         return int(value)
-    if kind is float and number and math.isfinite(value):
+    if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
     if kind in (str, bool) and isinstance(value, kind):
         return value
@@ -298,6 +304,9 @@ def check_range(key: str, value: Any) -> None:
         raise ValueError(f"{key} = {value} must be above 0")
     if key in _NOT_NEGATIVE and not value >= 0:
         raise ValueError(f"{key} = {value} must not be negative")
+    largest = 2**31 - 1 if key in _COUNTS else 2**63 - 1
+    if isinstance(value, int) and value > largest:
+        raise ValueError(f"{key} = {value} is too large; at most {largest} can be")
     if key in _SHARES and not 0 <= value <= 1:
         raise ValueError(f"{key} = {value} must be between 0 and 1")
 

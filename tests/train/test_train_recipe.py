@@ -78,6 +78,10 @@ def test_k2like_is_what_k3_replaced_at_the_same_active_size():
         ("data.source=3", r"data.source = 3 is not text in quotes"),
         ("balance.rule=luck", r"balance.rule = 'luck' is not one of quantile, sign, none"),
         ("model.size=mega", r"model.size = 'mega' is not one of pico, nano, mini, small"),
+        ("model.size=[1]", r"model.size = \[1\] is not one of pico, nano, mini, small"),
+        ("train.seed=9223372036854775808", r"train.seed = 9223372036854775808 is too large"),
+        ("train.batch_tokens=1e12", r"train.batch_tokens = 1000000000000 is too large; at most 2147483647"),
+        ("optim.lr=1" + "0" * 400, r"optim.lr = 10+ is not a number"),
         ("model.hidden_size=0", r"\[model\] hidden_size = 0"),
         ("model.num_experts_per_token=24", r"\[model\] num_experts_per_token = 24 must be below num_experts = 24"),
     ],
@@ -97,6 +101,9 @@ def test_wrong_files(tmp_path):
     (tmp_path / "b.toml").write_text("lr = 3")
     with pytest.raises(UserError, match=r"b.toml: there is no key 'lr'; the nearest is 'optim.lr'"):
         load_recipe(tmp_path / "b.toml")
+    (tmp_path / "empty.toml").write_text("[modle]\n[train]\nsteps = 1")
+    with pytest.raises(UserError, match=r"empty.toml: there is no key 'modle'; the nearest is 'model"):
+        load_recipe(tmp_path / "empty.toml")
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"c.toml cannot be read"):
         load_recipe(tmp_path / "c.toml")
