@@ -10,15 +10,18 @@ from torch import Tensor
 from openk3.model.k3 import K3
 from openk3.model.memory import Memory
 
+COLDEST = 1e-6  # below it the division overflows, and the draw is the largest logit anyway
+
 
 def sample(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> int:
     """One id: the largest logit at temperature 0, else a draw from the nucleus holding `top_p` of the mass."""
-    if temperature == 0:
+    if temperature < COLDEST:
         return int(logits_V.argmax())
     probs_V = torch.softmax(logits_V.float() / temperature, dim=-1)
     if top_p < 1:
         sorted_V, order_V = probs_V.sort(descending=True, stable=True)
-        outside_V = sorted_V.cumsum(0) - sorted_V >= top_p  # the first id always stays
+        outside_V = sorted_V.cumsum(0) - sorted_V >= top_p
+        outside_V[0] = False  # also where top_p is too small for float32
         probs_V[order_V[outside_V]] = 0
     return int(torch.multinomial(probs_V, 1, generator=generator))
 
@@ -39,6 +42,8 @@ def generate(
     setting out of range.
     """
     check_settings(model, prompt_ids, max_new_tokens, temperature, top_p)
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed = {seed} does not fit into 64 bits")
     device = model.lm_head.weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     capacity = len(prompt_ids) + max_new_tokens

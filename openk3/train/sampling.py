@@ -37,6 +37,11 @@ def stream(path: Path, prompt: str, **settings: Any) -> Iterator[str]:
     model_folder, ranks = find(path)
     tokenizer = Tokenizer(ranks)
     model = load_model(model_folder)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"{ranks} gives {tokenizer.vocab_size} ids, but the model beside it has {model.config.vocab_size}; the "
+            "file is cut short, or of another model"
+        )
     decoder = StreamDecoder(tokenizer)
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     stops = {tokenizer.eos, tokenizer.end_of_msg}

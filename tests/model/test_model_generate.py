@@ -57,6 +57,7 @@ def test_sampling_follows_the_distribution() -> None:
         counts = torch.bincount(draws, minlength=4) / 4000
         assert (counts - probs).abs().max() < 0.03
     assert sample(logits, 1.0, 1e-9, generator) == 0
+    assert sample(logits, 1.0, 1e-300, generator) == sample(logits, 1e-300, 1.0, generator) == 0
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_sampling_follows_the_distribution() -> None:
         ([1], {"temperature": -1}, "temperature = -1"),
         ([1], {"temperature": float("nan")}, "temperature = nan"),
         ([1], {"top_p": 0}, "top_p = 0"),
+        ([1], {"seed": 2**63}, "seed = 9223372036854775808 does not fit into 64 bits"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens = -1"),
     ],
 )
