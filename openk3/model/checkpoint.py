@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def save_model(model: K3, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
     (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=1) + "\n")
     for file in folder.iterdir():
+        shutil.copymode(folder / "config.json", file)  # shards come with mode 600, whatever the umask
         with open(file, "rb") as f:
             os.fsync(f.fileno())
 
@@ -114,9 +116,18 @@ def fill(target: Tensor, name: str, tensors: dict[str, Tensor]) -> None:
         target.copy_(tensors.pop(PREFIX + name)[: len(target)])  # A_log: the padding stays behind
 
 
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of every tensor, by name. Raises ValueError for an index that is something else."""
+    index = read_json(folder / INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map of file names")
+    return weight_map
+
+
 def read_tensors(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
     """All tensors of `entries`, checked against the index and the shards before any is used."""
-    weight_map = read_json(folder / INDEX).get("weight_map", {})
+    weight_map = read_weight_map(folder)
     expected = {entry.name: entry for entry in entries}
     faults = [f"missing {name}" for name in expected if name not in weight_map]
     faults += [f"unexpected {name}" for name in weight_map if name not in expected]
@@ -126,8 +137,9 @@ def read_tensors(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
             with safe_open(folder / file, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118  # a shard is no dict: it has keys() alone
                     tensors[name] = shard.get_tensor(name)
-        except FileNotFoundError:
-            raise ValueError(f"the index of {folder} names {file}, which is absent") from None
+        except FileNotFoundError:  # which is also what the reader says of a file it may not open
+            how = "may not be read by this user" if (folder / file).exists() else "is absent"
+            raise ValueError(f"the index of {folder} names {file}, which {how}") from None
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / file} is damaged: {error}") from None
     for name, entry in expected.items():

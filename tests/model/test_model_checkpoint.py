@@ -1,6 +1,7 @@
 """`model/`: the released names, dtypes and files; bit-exact round trip; damage is named, not loaded."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,8 @@ NORM = "language_model.model.layers.0.input_layernorm.weight"
         (lambda f: (f / "config.json").unlink(), "it has no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
         (lambda f: (f / INDEX).unlink(), "it has no model.safetensors.index.json"),
+        (lambda f: (f / INDEX).write_text("[]"), "model.safetensors.index.json has no weight_map of file names"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 3}}'), "has no weight_map of file names"),
         (
             lambda f: (f / "model-00002-of-000006.safetensors").unlink(),
             "names model-00002-of-000006.safetensors, which",
@@ -113,3 +116,12 @@ def test_all_faults_are_reported_at_once(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"missing {NORM}; unexpected language_model.extra"):
         load_model(folder)
+
+
+def test_all_files_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_model(K3.initialised(named("pico"), 0), tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "model").iterdir()} == {0o640}
