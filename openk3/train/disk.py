@@ -92,8 +92,9 @@ def sweep(folder: Path) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that the disk or the quota is full; safetensors reports the code in its text."""
-    full = (errno.ENOSPC, errno.EDQUOT)
+    """Whether an error says that the disk, the quota or the largest file allowed is full; safetensors reports the
+    code in its text."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError) and error.errno in full:
         return True
     told = re.search(r"\bcode: (\d+)|os error (\d+)", str(error))

@@ -57,9 +57,10 @@ def lock(handle: int, path: Path) -> None:
 
 
 def claim(path: Path, recipe: Recipe) -> None:
-    """Write the configuration into a new folder; in an old one it must be equal."""
+    """Write the configuration into a folder where nothing was trained yet; in an old one it must be equal."""
     file = path / CONFIG
-    if not file.exists():
+    begun = (path / METRICS).exists() or (path / CHECKPOINTS).exists()
+    if not file.exists() or not begun:  # a run whose data could not be read leaves its configuration alone behind
         disk.write_file(file, recipe.to_toml())
         return
     refuse_other_recipe(recipe, parse_recipe(file.read_text(encoding="utf-8"), where=str(file)), str(path))

@@ -9,7 +9,9 @@ A folder that bears its name is whole: it was written beside its place, synced a
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +90,7 @@ def save(
             "files": {file.relative_to(beside).as_posix(): file.stat().st_size for file in sorted(files)},
         }
         (beside / STATE).write_text(json.dumps(content, indent=1) + "\n")
+        shutil.copymode(beside / STATE, beside / TENSORS)  # which comes with mode 600, whatever the umask
 
     def advice() -> str:
         stands = latest(run)
@@ -158,6 +161,8 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise damaged(folder, f"{name} is missing")
         if found != size:
             raise damaged(folder, f"{name} has {found} bytes, {size} were written")
+        if not os.access(folder / name, os.R_OK):
+            raise UserError(f"checkpoint {folder}: {name} may not be read by this user")
     return content
 
 

@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path, trained):
 
 def test_a_run_reopened_with_another_recipe_is_refused(tmp_path):
     with open_run(tmp_path / "run", RECIPE):
-        pass
+        (tmp_path / "run" / "metrics.jsonl").write_text("")  # training has begun
     before = (tmp_path / "run" / "config.toml").read_text()
     other = load_recipe("pico", ["train.steps=6", "train.seed=1"])
     with (
@@ -200,6 +200,29 @@ def test_a_run_reopened_with_another_recipe_is_refused(tmp_path):
         pass
 
 
+def test_a_run_that_never_began_takes_another_recipe(tmp_path):
+    other = load_recipe("pico", ["train.steps=6"])
+    for recipe in (RECIPE, other):  # the first had a data source that is not there, say
+        with open_run(tmp_path / "run", recipe):
+            pass
+    assert (tmp_path / "run" / "config.toml").read_text() == other.to_toml()
+    (tmp_path / "run" / "checkpoints").mkdir()  # metrics.jsonl was lost, the training was not
+    with pytest.raises(UserError, match=r"run was trained with train.steps = 6"), open_run(tmp_path / "run", RECIPE):
+        pass
+
+
+def test_all_files_of_a_checkpoint_have_one_mode(tmp_path, trained):
+    put(tmp_path, trained, 1)
+    assert len({f.stat().st_mode for f in latest(tmp_path).rglob("*") if f.is_file()}) == 1
+
+
+def test_a_file_of_another_user_is_not_called_damaged(tmp_path, trained, monkeypatch):
+    put(tmp_path, trained, 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "tensors.safetensors")
+    with pytest.raises(UserError, match=r"step-00000001: state/tensors.safetensors may not be read by this user"):
+        load(latest(tmp_path), *fresh(), RECIPE)
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, trained):
     put(tmp_path, trained, 1)
     model, optimizer = fresh()
@@ -210,7 +233,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, trained):
 
 
 @pytest.mark.parametrize("writer", ["save_file", "save_model", "sync_folder"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(tmp_path, trained, monkeypatch, writer, code):
     put(tmp_path, trained, 1)
 
