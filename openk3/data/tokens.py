@@ -110,11 +110,20 @@ def prepare(
     folder = Path(cache_folder) / cache_key(digest, n_ranks, tokenizer)
     found = read_cache(folder)
     if found is None:
-        build_cache(folder, corpus, digest, n_ranks, tokenizer, progress)
+        try:
+            build_cache(folder, corpus, digest, n_ranks, tokenizer, progress)
+        except OSError:  # a full disk, say: what did not fit must not go on filling it
+            shutil.rmtree(part_of(folder), ignore_errors=True)
+            raise
         found = read_cache(folder)
         if found is None:
             raise OSError(f"{folder} was written but does not read back whole; is the disk full?")
     return found
+
+
+def part_of(folder: Path) -> Path:
+    """Where this process writes a cache folder before it is renamed."""
+    return folder.with_name(f".{folder.name}.{os.getpid()}.part")
 
 
 def build_cache(
@@ -133,7 +142,7 @@ def build_cache(
         tokenizer = Tokenizer(train_bpe((document.text for document in train), n_ranks))
         if progress:
             progress("train the vocabulary", 1, 1)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    beside = part_of(folder)
     sweep(folder)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)

@@ -8,6 +8,7 @@ give the same losses bit for bit, resumed or not.
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,13 @@ def evaluation(run: Run, update_norms: dict[str, torch.Tensor], *, whole: bool) 
     recipe = run.recipe.train
     limit = None if whole or not recipe.eval_tokens else recipe.eval_tokens
     held_out = evaluate(run.model, run.held_out(limit))
+    if not math.isfinite(held_out.loss):
+        parts = (on_device(part, run.device) for part in run.held_out(limit))
+        where = first_non_finite(run.model, parts)
+        raise Failure(
+            f"step {run.step}, on held-out text: {where} is not finite; nothing was saved, the last checkpoint is "
+            f"{standing(run.folder)}; try a lower optim.lr"
+        )
     run.write("eval", loss=held_out.loss, bpb=held_out.bpb, held_out_tokens=held_out.tokens)
     run.write("probe", **probe(run.model, next(run.held_out(recipe.micro_tokens)), update_norms))
     drawn = samples(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from openk3.data.sources import Corpus, load_corpus, split
 from openk3.data.tokens import Prepared, prepare
 from openk3.errors import UserError
 from openk3.model.k3 import K3
+from openk3.train import disk
 from openk3.train import folder as names
 from openk3.train.balance import Balancer
 from openk3.train.heap import keep_freed_memory
@@ -90,15 +92,34 @@ def read_corpus(data: DataRecipe) -> Corpus:
 def encode(corpus: Corpus, recipe: Recipe, shown: bool) -> Prepared:
     """Vocabulary and ids of a corpus, from the cache where it has them. Raises UserError."""
     try:
-        tokenizer = Tokenizer(Path(recipe.data.tokenizer)) if recipe.data.tokenizer else None
-        if not shown:
-            return prepare(corpus, recipe.model.n_ranks, cache_folder(), tokenizer=tokenizer)
-        with progress_bar() as progress:
-            return prepare(corpus, recipe.model.n_ranks, cache_folder(), tokenizer=tokenizer, progress=progress)
-    except FileNotFoundError:
-        raise UserError(f"data.tokenizer: there is no file {recipe.data.tokenizer}") from None
+        tokenizer = read_tokenizer(recipe.data)
+        with usable_cache(cache_folder()) as cache:
+            if not shown:
+                return prepare(corpus, recipe.model.n_ranks, cache, tokenizer=tokenizer)
+            with progress_bar() as progress:
+                return prepare(corpus, recipe.model.n_ranks, cache, tokenizer=tokenizer, progress=progress)
     except ValueError as error:
         raise UserError(f"[data] {error}") from None
+
+
+def read_tokenizer(data: DataRecipe) -> Tokenizer | None:
+    """The vocabulary that [data] names, if it names one. Raises UserError, or ValueError for a damaged file."""
+    try:
+        return Tokenizer(Path(data.tokenizer)) if data.tokenizer else None
+    except FileNotFoundError:
+        raise UserError(f"data.tokenizer: there is no file {data.tokenizer}") from None
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {data.tokenizer} cannot be read, {error.strerror}") from None
+
+
+@contextmanager
+def usable_cache(folder: Path) -> Iterator[Path]:
+    """Name the cache where writing into it fails: its disk is not always that of the run."""
+    try:
+        with disk.disk_full_is_failure(folder, lambda: "free some space, or put the cache elsewhere by OPENK3_CACHE"):
+            yield folder
+    except (PermissionError, NotADirectoryError, FileExistsError):
+        raise UserError(f"the cache {folder} cannot be written; put it elsewhere by OPENK3_CACHE") from None
 
 
 def device_of(recipe: Recipe) -> torch.device:

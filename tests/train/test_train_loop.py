@@ -1,5 +1,6 @@
 """Whole runs on a toy corpus: the same losses however often they are stopped, and every way of stopping."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from openk3.chat.tokenizer import Tokenizer
 from openk3.errors import Failure, UserError
 from openk3.train import loop
 from openk3.train.evaluate import nats
@@ -197,6 +199,7 @@ def test_wrong_data_is_told_in_the_words_of_the_recipe(make_recipe, tmp_path):
         (["data.source=nowhere/*.txt"], r"data.source: no file matches .*nowhere"),
         ([f"data.source={tmp_path}/short.txt"], r"\[data\] the corpus gives \d+ merges"),
         (["data.tokenizer=no.model"], r"data.tokenizer: there is no file no.model"),
+        ([f"data.tokenizer={tmp_path}"], r"data.tokenizer: .* cannot be read, Is a directory"),
     ]:
         with pytest.raises(UserError, match=words):
             train(make_recipe(*overrides), tmp_path / f"run{len(words)}", progress=False)
@@ -263,6 +266,31 @@ def test_a_rate_that_blows_up_is_told(make_recipe, tmp_path):
     with pytest.raises(Failure, match=r"step 2: the .* is not finite; .* checkpoint is none; try a lower optim.lr"):
         train(make_recipe("optim.lr=1e38", "optim.clip=0"), tmp_path / "run", progress=False)
     assert not checkpoints(tmp_path / "run")
+
+
+def test_a_rate_that_blows_up_just_before_an_evaluation(make_recipe, tmp_path):
+    with pytest.raises(Failure, match=r"step 1, on held-out text: the .* of model.layers.* is not finite; nothing was"):
+        train(make_recipe("optim.lr=1e30", "train.eval_every=1"), tmp_path / "run", progress=False)
+    assert not checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (PermissionError(errno.EACCES, "no"), UserError, "the cache .* cannot be written; put it elsewhere by OPENK3_"),
+        (OSError(errno.ENOSPC, "no"), Failure, "the disk of .*cache.* is full: free some space, or put the cache"),
+    ],
+)
+def test_a_cache_that_takes_nothing(make_recipe, tmp_path, monkeypatch, error, kind, words):
+    monkeypatch.setenv("OPENK3_CACHE", str(tmp_path / "cache"))
+
+    def refuse(self, path):
+        raise error
+
+    monkeypatch.setattr(Tokenizer, "save", refuse)
+    with pytest.raises(kind, match=words):
+        train(make_recipe(), tmp_path / "run", progress=False)
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_full_disk_while_metrics_are_written(make_recipe, tmp_path, monkeypatch):
