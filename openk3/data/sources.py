@@ -116,7 +116,7 @@ def read_jsonl(path: Path, name: str, field: str = "text") -> list[Document]:
             continue
         try:
             text = json.loads(line)[field]
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             raise ValueError(f'{path}, line {number}: expected a JSON object with a "{field}" field') from None
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f'{path}, line {number}: "{field}" must be a text that is not empty')

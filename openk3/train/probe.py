@@ -19,6 +19,7 @@ from openk3.model.k3 import K3, Layer
 from openk3.model.kda import KDA
 from openk3.train.evaluate import frozen, on_device
 
+SLOWEST = -1e-12  # log decay of a channel that has stopped fading: its half-life is a number still
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -33,7 +34,7 @@ def sites(model: K3) -> Iterator[tuple[str, PlainSite]]:
 
 def half_life(log_decay_HK: Tensor) -> Tensor:
     """Tokens after which a channel has forgotten half, from its mean log decay per token."""
-    return math.log(0.5) / log_decay_HK
+    return math.log(0.5) / log_decay_HK.clamp(max=SLOWEST)
 
 
 def probe(model: K3, batch: Batch, update_norms: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openk3.config import named
+from openk3.errors import UserError
 from openk3.model.audit import audit
 from openk3.model.tables import parameter_table
 from openk3.train.loop import train
@@ -73,8 +74,10 @@ def show_samples(console: Console, lines: list[dict]) -> None:
 
 def results(lines: list[dict]) -> Table:
     """Held-out bits per byte beside the byte-context model's."""
-    corpus = next(line for line in lines if line["kind"] == "corpus")
-    last = [line for line in lines if line["kind"] == "eval"][-1]
+    corpus = next((line for line in lines if line["kind"] == "corpus"), None)
+    last = next((line for line in reversed(lines) if line["kind"] == "eval"), None)
+    if corpus is None or last is None:
+        raise UserError("metrics.jsonl of this run was cut short; choose another run name for a whole tour")
     table = Table(title="5. Held-out bits per byte (lower is better)", title_justify="left")
     table.add_column("model")
     table.add_column("bits per byte", justify="right")

@@ -102,6 +102,7 @@ def test_jsonl_lines_are_documents(tmp_path):
         ("image.txt", b"PNG\0\1", r"image\.txt is binary \(a NUL byte at 3\)"),
         ("latin.txt", b"caf\xe9", r"latin\.txt is not UTF-8 \(byte 3\)"),
         ("cut.txt", b"ab\xe4\xb8", r"cut\.txt is not UTF-8 \(byte 2\)"),
+        ("deep.jsonl", "[" * 100_000, r"deep\.jsonl, line 1: expected a JSON object"),
         ("bad.jsonl", '{"text": "a"}\n{"text": "b"', r"bad\.jsonl, line 2: expected a JSON object"),
         ("key.jsonl", '\n{"body": "a"}', r'key\.jsonl, line 2: expected a JSON object with a "text" field'),
         ("list.jsonl", '["text"]', r"list\.jsonl, line 1: expected a JSON object"),

@@ -9,7 +9,7 @@ from openk3.config import named
 from openk3.data.loader import Batch
 from openk3.model.k3 import K3
 from openk3.ops.attnres import attnres_weights
-from openk3.train.probe import probe, sites
+from openk3.train.probe import half_life, probe, sites
 
 CONFIG = named("pico")
 
@@ -78,6 +78,11 @@ def test_half_lives_at_the_start_follow_from_the_decay_bias(decay):
             assert quantiles[2] == pytest.approx(ordered.quantile(0.5).item(), rel=1e-6)
             assert quantiles == sorted(quantiles)
             assert quantiles[0] > 0
+
+
+def test_a_channel_that_never_fades_has_a_finite_half_life():
+    assert torch.isfinite(half_life(torch.tensor([0.0, -1e-30]))).all()
+    assert half_life(torch.tensor([-math.log(2)])).item() == pytest.approx(1)
 
 
 def test_half_life_is_that_of_the_mean_log_decay_on_this_text():
