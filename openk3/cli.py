@@ -6,6 +6,7 @@ Imports stand inside the verbs, so that `openk3 --help` answers at once.
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,15 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="The whole Kimi K3 system in one readable codebase. Start with `openk3 tour`.",
+)
+WRONG_INPUT = (
+    UserError,
+    ValueError,
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
 )
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one recipe value: `section.key=value`.")]
 Run = Annotated[str | None, typer.Option(help="Name of the run folder under `runs/`; the recipe's name without.")]
@@ -100,16 +110,32 @@ def audit(
 
 def main() -> None:
     """Entry point: one sentence and exit code 2 for wrong input, 1 for a failure."""
+    threading.excepthook = quiet_writer
     try:
         app()
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, UserError | Failure | ValueError | OSError):
-            message = f"internal error, {type(error).__name__}: {message} (`openk3 --debug ...` shows where)"
-        print(f"openk3: {message}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError | ValueError) else 1)
+        print(f"openk3: {one_sentence(error)}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, WRONG_INPUT) else 1)
+
+
+def quiet_writer(args: threading.ExceptHookArgs) -> None:
+    """No traceback of a helper thread that could not write: TensorBoard's raises it in the main thread again."""
+    if not isinstance(args.exc_value, OSError):
+        threading.__excepthook__(args)
+
+
+def one_sentence(error: Exception) -> str:
+    """What to tell about an error."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, UserError | Failure | ValueError | OSError):
+        return message
+    if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message:
+        return f"there is not enough memory ({message[:200]}); try a smaller model or batch, or fewer tokens"
+    return f"internal error, {type(error).__name__}: {message} (`openk3 --debug ...` shows where)"
 
 
 if __name__ == "__main__":
