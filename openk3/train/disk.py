@@ -93,9 +93,11 @@ def sweep(folder: Path) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error says that the disk, the quota or the largest file allowed is full; safetensors reports the
-    code in its text."""
+    code in its text, and NumPy nothing but how much of an array went in."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError) and error.errno in full:
+        return True
+    if re.fullmatch(r"\d+ requested and \d+ written", str(error)):
         return True
     told = re.search(r"\bcode: (\d+)|os error (\d+)", str(error))
     return told is not None and int(told[1] or told[2]) in full

@@ -279,6 +279,7 @@ def test_a_rate_that_blows_up_just_before_an_evaluation(make_recipe, tmp_path):
     [
         (PermissionError(errno.EACCES, "no"), UserError, "the cache .* cannot be written; put it elsewhere by OPENK3_"),
         (OSError(errno.ENOSPC, "no"), Failure, "the disk of .*cache.* is full: free some space, or put the cache"),
+        (OSError("437485 requested and 303040 written"), Failure, "the disk of .*cache.* is full"),
     ],
 )
 def test_a_cache_that_takes_nothing(make_recipe, tmp_path, monkeypatch, error, kind, words):
