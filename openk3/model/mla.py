@@ -54,28 +54,15 @@ class RoPE(NoPE):
         return self.rotate(k_pe_TR, positions_T)
 
 
-class OutputGate(nn.Module):
+def sigmoid_gate(o_TP: Tensor, logits_TP: Tensor) -> Tensor:
     """o * sigma(W_g x), per channel, no norm (eq. 7)."""
-
-    def __init__(self, n_in: int, n_out: int, std: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_out, n_in))
-        self.std = std
-
-    def reset(self, generator: torch.Generator) -> None:
-        self.weight.data.normal_(0.0, self.std, generator=generator)
-
-    def forward(self, o_TP: Tensor, x_TD: Tensor) -> Tensor:
-        dtype = torch.promote_types(o_TP.dtype, torch.float32)
-        logits_TP = F.linear(x_TD, self.weight.to(x_TD.dtype))
-        return (o_TP.to(dtype) * torch.sigmoid(logits_TP.to(dtype))).to(x_TD.dtype)
+    dtype = torch.promote_types(o_TP.dtype, torch.float32)
+    return (o_TP.to(dtype) * torch.sigmoid(logits_TP.to(dtype))).to(logits_TP.dtype)
 
 
-class NoGate(nn.Module):
+def no_gate(o_TP: Tensor, x_TD: Tensor) -> Tensor:
     """MLA as in K2: the attention output goes straight to the output projection."""
-
-    def forward(self, o_TP: Tensor, x_TD: Tensor) -> Tensor:
-        return o_TP
+    return o_TP
 
 
 POSITIONS = {"nope": NoPE, "rope": RoPE}
@@ -97,7 +84,8 @@ class MLA(nn.Module):
         self.kv_a_proj_with_mqa = Linear(d, self.latent + config.qk_rope_head_dim, std)
         self.kv_a_layernorm = RMSNorm(self.latent, eps)
         self.kv_b_proj = Linear(self.latent, h * (self.nope + self.v_dim), std)
-        self.g_proj = OutputGate(d, h * self.v_dim, std) if config.mla_gate else NoGate()
+        self.g_proj = Linear(d, h * self.v_dim, std) if config.mla_gate else nn.Identity()
+        self.gate = sigmoid_gate if config.mla_gate else no_gate
         self.o_proj = Linear(h * self.v_dim, d, std)
         self.position = POSITIONS[config.mla_position](config)
         self.scale = self.qk_dim**-0.5
@@ -121,7 +109,7 @@ class MLA(nn.Module):
             view = memory.kv(self.layer)
             view.append(torch.cat([latent_TL, k_pe_TR], dim=-1), sequences.cu_seqlens)
             o_THV = self.view_op(q_THQ, view, w_kv_b, nope=self.nope, cu_seqlens=sequences.cu_seqlens, scale=self.scale)
-        return self.o_proj(self.g_proj(o_THV.flatten(1), x_TD))
+        return self.o_proj(self.gate(o_THV.flatten(1), self.g_proj(x_TD)))
 
     @torch.no_grad()
     def show_qk(self, q_THQ: Tensor, latent_TL: Tensor, k_pe_TR: Tensor, w_kv_b: Tensor, cu_seqlens: Tensor) -> None:
