@@ -71,7 +71,10 @@ def build(kernel, constants: dict, options: dict, folder: Path) -> tuple[dict[st
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
     path = folder / f"{kernel.__name__}.cubin"
     path.write_bytes(binary.asm["cubin"])
-    ask = lambda flag: subprocess.run([CUOBJDUMP, flag, path], capture_output=True, text=True).stdout  # noqa: E731
+
+    def ask(flag: str) -> str:
+        return subprocess.run([CUOBJDUMP, flag, path], capture_output=True, text=True).stdout
+
     sass = ask("-sass")
     counts = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", ask("-res-usage"))}
     for op in ("HGMMA", "HMMA", "LDL", "BAR"):

@@ -10,6 +10,7 @@ RMS(reference) of the output against float64, over the first two heads (they do 
 
 import argparse
 import datetime
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -76,8 +77,7 @@ def fla_chunk(x: tuple, cu: torch.Tensor) -> tuple:
 def backends() -> dict[str, Callable]:
     found = {"openk3-triton": ours}
     try:
-        import fla.ops.kda  # noqa: F401 -- is it there, and does it import with this triton?
-
+        importlib.import_module("fla.ops.kda")  # it may be there and still not import with this triton
         found["fla"] = fla_chunk
     except ImportError:
         print("fla is not installed: ours alone")

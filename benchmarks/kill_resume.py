@@ -51,7 +51,7 @@ def losses(run: Path) -> list[dict]:
 
 
 def work(recipe: str, run: Path) -> None:
-    sys.modules["tensorboard"] = None  # type: ignore[assignment]  # saves its seconds of import at every restart
+    sys.modules["tensorboard"] = None  # saves its seconds of import at every restart
     train(parse_recipe(recipe), run, progress=False)
 
 

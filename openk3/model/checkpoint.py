@@ -135,7 +135,8 @@ def read_tensors(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
     for file in sorted(set(weight_map.values())):
         try:
             with safe_open(folder / file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118  # a shard is no dict: it has keys() alone
+                names = shard.keys()
+                for name in names:
                     tensors[name] = shard.get_tensor(name)
         except FileNotFoundError:  # which is also what the reader says of a file it may not open
             how = "may not be read by this user" if (folder / file).exists() else "is absent"

@@ -93,8 +93,9 @@ class K3(nn.Module):
 
     def reset(self, generator: torch.Generator) -> None:
         for module in self.modules():
-            if module is not self and hasattr(module, "reset"):
-                module.reset(generator)  # type: ignore[operator]  # every module with weights of its own has one
+            reset = getattr(module, "reset", None)  # every module with weights of its own has one
+            if module is not self and callable(reset):
+                reset(generator)
 
     def hidden(self, tokens_T: Tensor, cu_seqlens: Tensor, memory: Memory | None = None) -> Tensor:
         """Normed final hidden states [T, D] of int64 tokens [T].

@@ -3,6 +3,8 @@
 The reference is the chunk form in float64, itself proved equal to the recurrence on the CPU.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -22,8 +24,7 @@ LIMITS = dict(zip(NAMES, [0.008, 0.008, 0.008, 0.008, 0.015, 0.008, 0.008, 0.008
 
 def draw(T, H, K, gates, beta_mean=0.0, N=1):
     """(q, k, v, z, beta, A_log, dt_bias, initial state), bf16 tokens, everything else float32."""
-    r = lambda *s: torch.randn(*s, device="cuda")  # noqa: E731
-    u = lambda *s: torch.rand(*s, device="cuda")  # noqa: E731
+    r, u = partial(torch.randn, device="cuda"), partial(torch.rand, device="cuda")
     biased = gates == "strong" or gates[1] == 1
     A_log, dt_bias = (u(H), u(H, K)) if biased else (torch.zeros(H, device="cuda"), torch.zeros(H, K, device="cuda"))
     slow = u(T, H, K) * 4 - 12

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -73,12 +74,11 @@ def test_audit_of_k3_is_the_released_one() -> None:
 def test_dtypes_and_tensor_groups_of_k3() -> None:
     entries = [*text_entries(named("k3"), packed=True), *vision_entries(7168)]
     kinds = GOLDEN["checkpoint"]["tensors_by_kind"]
-    count = lambda dtype: sum(e.dtype == dtype for e in entries)  # noqa: E731  # one line, used three times
-    assert (count("BF16"), count("F32"), count("U8")) == (
-        kinds["bf16"],
-        kinds["f32"],
-        kinds["packed_weights_u8"] + kinds["scales_u8"],
-    )
+    assert Counter(e.dtype for e in entries) == {
+        "BF16": kinds["bf16"],
+        "F32": kinds["f32"],
+        "U8": kinds["packed_weights_u8"] + kinds["scales_u8"],
+    }
     shapes = {e.name: e.shape for e in entries}
     assert shapes["language_model.model.layers.0.self_attn.A_log"] == (128,)
     assert shapes["language_model.model.layers.3.self_attn.kv_b_proj.weight"] == (24576, 512)

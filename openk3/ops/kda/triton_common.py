@@ -168,5 +168,5 @@ def _pieces(cu_seqlens: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     piece_end = torch.where((end == cu[sequence + 1]) & (end > begin), sequence, -1)
     first_piece = torch.searchsorted(cuts, cu).clamp(max=len(cuts) - 1)
     first_piece[-1] = len(cuts) - 1
-    to32 = lambda x: x.to(torch.int32).contiguous()  # noqa: E731
-    return to32(cuts), to32(lengths), to32(piece_offset), to32(piece_end), to32(first_piece)
+    tables = (cuts, lengths, piece_offset, piece_end, first_piece)
+    return tuple(table.to(torch.int32).contiguous() for table in tables)
