@@ -108,6 +108,30 @@ def audit(
     audit_table(size)
 
 
+@app.command()
+def experiment(
+    name: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Single-threaded processes at a time; one a core without.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for record, table and figure.")] = Path("docs/experiments"),
+) -> None:
+    """Run an experiment and write its record, table and figure. Ctrl-C saves; the same command goes on.
+
+    Examples:
+
+        openk3 experiment
+        openk3 experiment k3_vs_k2like --jobs 4
+    """
+    from openk3.evals.experiments import load, questions
+    from openk3.evals.experiments.base import conduct, cores
+
+    if name is None:
+        for known, question in questions():
+            print(f"{known:22} {question}")
+        return
+    for path in conduct(load(name), cores() if jobs is None else jobs, out):
+        print(path)
+
+
 def main() -> None:
     """Entry point: one sentence and exit code 2 for wrong input, 1 for a failure."""
     threading.excepthook = quiet_writer

@@ -1,0 +1,1 @@
+"""What the mechanisms are worth: experiments with a committed record."""
