@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from openk3 import disk
 from openk3.errors import UserError
-from openk3.train import disk
 from openk3.train.recipe import Recipe, first_difference, parse_recipe
 
 CONFIG, LOCK, METRICS, CHECKPOINTS, SAMPLES, TOKENIZER = (

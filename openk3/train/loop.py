@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from openk3 import disk
 from openk3.data.loader import micro_batches
 from openk3.errors import Failure
-from openk3.train import disk
 from openk3.train import folder as names
 from openk3.train.display import Display, interrupts
 from openk3.train.evaluate import Score, evaluate, nats, on_device, samples, score

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from openk3 import disk
 from openk3.chat.tokenizer import Tokenizer
 from openk3.data.loader import Batch, Loader, eval_batches
 from openk3.data.ngram import NgramModel
@@ -19,7 +20,6 @@ from openk3.data.sources import Corpus, load_corpus, split
 from openk3.data.tokens import Prepared, prepare
 from openk3.errors import UserError
 from openk3.model.k3 import K3
-from openk3.train import disk
 from openk3.train import folder as names
 from openk3.train.balance import Balancer
 from openk3.train.heap import keep_freed_memory

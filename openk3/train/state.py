@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from openk3 import disk
 from openk3.chat.tokenizer import Tokenizer
 from openk3.errors import Failure, UserError
 from openk3.model.checkpoint import save_model
 from openk3.model.k3 import K3
-from openk3.train import disk
 from openk3.train.folder import CHECKPOINTS, refuse_other_recipe
 from openk3.train.optim import Optimizer
 from openk3.train.recipe import Recipe, parse_recipe

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openk3 import disk
 from openk3.chat.tokenizer import Tokenizer
 from openk3.errors import Failure, UserError
 from openk3.model.checkpoint import load_model
 from openk3.model.k3 import K3
-from openk3.train import disk, state
+from openk3.train import state
 from openk3.train.folder import open_run
 from openk3.train.optim import Optimizer
 from openk3.train.recipe import load_recipe

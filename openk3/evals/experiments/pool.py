@@ -22,9 +22,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from openk3 import disk
 from openk3.errors import Failure
 from openk3.evals.experiments.base import Record, cores, cpu_name, today, versions
-from openk3.train import disk
 from openk3.train import folder as names
 from openk3.train.prepare import encode, read_corpus
 from openk3.train.recipe import Recipe, load_recipe
