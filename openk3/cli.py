@@ -56,6 +56,7 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of one in `recipes/`: `nano`, `k2like`.")],
     set_: Set = None,
     run: Run = None,
+    watch: Annotated[str | None, typer.Option(help="Write down more of each step: `activations` or `depth`.")] = None,
 ) -> None:
     """Train a model. Ctrl-C saves; the same command goes on from the last checkpoint.
 
@@ -67,9 +68,10 @@ def train(
     """
     from openk3.train.loop import train as start
     from openk3.train.recipe import load_recipe
+    from openk3.train.watch import observer
 
     resolved = load_recipe(recipe, set_ or [])
-    start(resolved, Path("runs") / (run or Path(recipe).stem))
+    start(resolved, Path("runs") / (run or Path(recipe).stem), watch=observer(watch) if watch else None)
 
 
 @app.command()

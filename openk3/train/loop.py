@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from openk3 import disk
 from openk3.data.loader import micro_batches
 from openk3.errors import Failure
 from openk3.train import folder as names
+from openk3.train.curriculum import context_at
 from openk3.train.display import Display, interrupts
 from openk3.train.evaluate import Score, evaluate, nats, on_device, samples, score
 from openk3.train.nonfinite import first_non_finite
@@ -28,6 +30,8 @@ from openk3.train.probe import probe
 from openk3.train.recipe import Recipe
 from openk3.train.schedule import learning_rate
 from openk3.train.state import checkpoints
+
+Watch = Callable[[Run], Callable[[], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,11 @@ class Summary:
         return self.step == self.steps
 
 
-def train(recipe: Recipe, folder: Path, progress: bool = True) -> Summary:
+def train(recipe: Recipe, folder: Path, progress: bool = True, watch: Watch | None = None) -> Summary:
     """Train in a run folder until the budget is spent or Ctrl-C; go on from its last checkpoint if it has one.
 
+    `watch(run)` is called before the first step and returns what is called after each one: a function without
+    arguments whose dict joins the step's "train" line. It must leave the numbers of the run alone.
     Raises UserError for a folder that is in use, of another recipe, or with a damaged checkpoint; Failure for a NaN
     or a full disk. Both leave the last checkpoint whole.
     """
@@ -59,7 +65,7 @@ def train(recipe: Recipe, folder: Path, progress: bool = True) -> Summary:
         run = start(recipe, folder, screen.say, shown=progress)
         try:
             with interrupts(screen.say) as interrupted, screen.at(run.step):
-                held_out = steps(run, screen, interrupted)
+                held_out = steps(run, screen, interrupted, watch(run) if watch else dict)
             if run.step < recipe.steps:
                 screen.say(
                     f"stopped and saved at step {run.step} of {recipe.steps}; the same command goes on from there"
@@ -71,7 +77,7 @@ def train(recipe: Recipe, folder: Path, progress: bool = True) -> Summary:
     )
 
 
-def steps(run: Run, screen: Display, interrupted: Any) -> Score | None:
+def steps(run: Run, screen: Display, interrupted: Any, seen: Callable[[], dict[str, Any]] = dict) -> Score | None:
     """All remaining steps, with evaluations, samples and checkpoints when they are due."""
     recipe, held_out = run.recipe.train, None
     while run.step < run.recipe.steps and not interrupted():
@@ -79,6 +85,7 @@ def steps(run: Run, screen: Display, interrupted: Any) -> Score | None:
         last = run.step + 1 == run.recipe.steps
         measured = last or (run.step + 1) % recipe.eval_every == 0
         line, update_norms = training_step(run, measure=measured)
+        line |= seen()
         line["tok_per_s"] = recipe.batch_tokens / (time.perf_counter() - began)
         line["seconds"] = run.seconds + time.perf_counter() - began
         run.write("train", **line)
@@ -98,6 +105,7 @@ def training_step(run: Run, *, measure: bool = False) -> tuple[dict[str, Any], d
     recipe, model = run.recipe, run.model
     settings = {"peak": recipe.optim.lr, "warmup": recipe.optim.warmup, "min_ratio": recipe.optim.lr_min_ratio}
     lr = learning_rate(run.step, recipe.steps, **settings)
+    context = set_stage(run)
     batch = run.loader.next()
     parts = [on_device(part, run.device) for part in micro_batches(batch, recipe.train.micro_tokens)]
     total = torch.zeros((), dtype=torch.float64, device=run.device)
@@ -120,8 +128,17 @@ def training_step(run: Run, *, measure: bool = False) -> tuple[dict[str, Any], d
     loads = run.balancer.step()
     run.step, run.tokens = run.step + 1, run.tokens + len(batch.targets_T)
     loss, bpb, _ = score(total_nats, len(batch.targets_T), batch.n_bytes)
-    line = {"loss": loss, "bpb": bpb, "lr": lr, "grad_norm": grad_norm, "clipped_heads": clipped}
+    line = {"loss": loss, "bpb": bpb, "lr": lr, "grad_norm": grad_norm, "clipped_heads": clipped, "context": context}
     return line | {"maxvio": loads.max_violation, "dead": loads.dead, "q": loads.q}, update_norms
+
+
+def set_stage(run: Run) -> int:
+    """Let the loader cut and mix as this step's stage says. Returns the context."""
+    data, steps = run.recipe.data, run.recipe.steps
+    run.loader.context = context_at(run.step, data.context, steps)
+    if data.long_share and run.step >= round(data.long_from * steps):
+        run.loader.start_mix()
+    return run.loader.context
 
 
 def evaluation(run: Run, update_norms: dict[str, torch.Tensor], *, whole: bool) -> Score:

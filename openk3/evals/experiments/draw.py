@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#22262b", "#5d656e", "#dcdcd6"
 COLOURS = ("#0e6fa8", "#b75e3c", "#2fa373", "#62286b", "#b2891e", "#606b7c")  # no two alike to the colour-blind
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "openk3",
     "font.size": 10,
@@ -29,7 +31,7 @@ STYLE = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "legend.frameon": False,
-    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+    "axes.prop_cycle": cycler(color=COLOURS),
 }
 
 

@@ -40,7 +40,7 @@ NOT_FINITE = "is not finite"  # what the trainer says of a run that diverged
 class Job:
     """One training run: `openk3 train RECIPE --set ...`.
 
-    watch: name of an observer (watched.py) that adds fields to the "train" lines; keep: leave the last checkpoint.
+    watch: name of an observer (train/watch.py) that adds fields to the "train" lines; keep: leave the last checkpoint.
     """
 
     label: str
@@ -59,9 +59,9 @@ class Job:
         return work / f"{recipe.size}-{digest[:12]}"
 
     def command(self, folder: Path) -> list[str]:
-        module = ["openk3.evals.experiments.watched", self.watch] if self.watch else ["openk3.cli", "train"]
         sets = [word for override in self.overrides for word in ("--set", override)]
-        return [sys.executable, "-m", *module, self.recipe, *sets, "--run", str(folder.resolve())]
+        watch = ["--watch", self.watch] if self.watch else []
+        return [sys.executable, "-m", "openk3.cli", "train", self.recipe, *sets, *watch, "--run", str(folder.resolve())]
 
 
 @dataclass(frozen=True)
