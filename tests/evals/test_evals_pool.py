@@ -27,10 +27,13 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Replaces the process of a run by a small program; {folder} is its run folder."""
+    """Replaces the process of a run by a small program; {folder} and {label} stand for its own."""
 
     def put(program):
-        monkeypatch.setattr(Job, "command", lambda self, f: [sys.executable, "-c", program.replace("{folder}", str(f))])
+        def command(job, folder):
+            return [sys.executable, "-c", program.replace("{folder}", str(folder)).replace("{label}", job.label)]
+
+        monkeypatch.setattr(Job, "command", command)
         monkeypatch.setattr(pool, "prepare_text", lambda jobs: None)
 
     return put
@@ -64,12 +67,11 @@ def test_a_run_is_known_by_its_recipe_and_observer(tmp_path):
 
 
 def test_a_failed_run_names_its_log_and_stops_the_others(stub, tmp_path):
-    stub("import sys, time, pathlib; n = len(list(pathlib.Path('{folder}').parent.iterdir())); "
-         "time.sleep(0.2) or sys.exit('openk3: no room') if n == 1 else time.sleep(60)")  # fmt: skip
-    monitor = [Job("first", "pico"), Job("second", "pico", ("train.seed=1",))]
+    stub("import sys, time; time.sleep(60) if '{label}' == 'second' else sys.exit('openk3: no room')")
+    jobs = [Job("first", "pico"), Job("second", "pico", ("train.seed=1",))]
     with pytest.raises(Failure, match=r"run 'first' failed \(exit code 1\); .*log.txt says why"):
-        run_all(monitor, 2, tmp_path)
-    assert not any((job.folder(tmp_path) / pool.ENDED).exists() for job in monitor)
+        run_all(jobs, 2, tmp_path)
+    assert not any((job.folder(tmp_path) / pool.ENDED).exists() for job in jobs)
 
 
 def test_divergence_is_an_outcome(stub, tmp_path):
