@@ -7,7 +7,7 @@ all targets are real, there is no padding and no ignored label.
 T tokens, N pieces.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,10 @@ def document_order(n_documents: int, seed: int, epoch: int) -> np.ndarray:
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n_documents)
     return np.argsort(bits, kind="stable")
+
+
+# (seed, epoch) -> the documents of an epoch in the order they are visited.
+Order = Callable[[int, int], np.ndarray]
 
 
 class Packer:
@@ -79,11 +83,12 @@ def check_positive(**values: int) -> None:
 class Loader:
     """Endless batches of exactly batch_tokens pairs.
 
-    Each epoch visits every pair once, the documents in a fresh order drawn from (seed, epoch). A piece that
-    does not fit at the end of a batch is cut; its rest opens the next batch as a piece of its own. tokens
-    [T], offsets [N+1] as in tokens.TokenArray; token_bytes [vocab_size]. The state is a few ints; a loader
-    that is set back to it gives the same batches, bit for bit. Another batch_tokens or context may go on from
-    a state, other data or another seed may not.
+    Each epoch visits every pair once, the documents in a fresh order drawn from (seed, epoch); a `mix` puts an
+    order of its own in place of it. A piece that does not fit at the end of a batch is cut; its rest opens the
+    next batch as a piece of its own. tokens [T], offsets [N+1] as in tokens.TokenArray; token_bytes
+    [vocab_size]. The state is a few ints; a loader that is set back to it gives the same batches, bit for bit.
+    Another batch_tokens or context may go on from a state (`context` may be set at any time), other data or
+    another seed may not.
     """
 
     def __init__(
@@ -95,12 +100,33 @@ class Loader:
         context: int,
         seed: int,
         token_bytes: Sequence[int],
+        mix: Order | None = None,
     ):
         check_positive(batch_tokens=batch_tokens, context=context)
         self.packer = Packer(tokens, offsets, token_bytes)
         self.batch_tokens, self.context, self.seed = batch_tokens, context, seed
         self.epoch = self.index = self.offset = 0
-        self.order = document_order(len(self.packer.pairs), seed, 0)
+        self.mix, self.mixed = mix, False
+        self.order = self.draw()
+
+    def draw(self) -> np.ndarray:
+        """The documents of this epoch in the order they are visited."""
+        if self.mixed and self.mix:
+            return self.mix(self.seed, self.epoch)
+        return document_order(len(self.packer.pairs), self.seed, self.epoch)
+
+    def start_mix(self) -> None:
+        """From the next batch on follow `mix`, in a fresh epoch; nothing when it is followed already.
+
+        What was left of the old epoch is not visited: its order says nothing about the new one. Raises ValueError
+        without a mix.
+        """
+        if self.mix is None:
+            raise ValueError("a loader without a mix has only the order of its documents")
+        if not self.mixed:
+            fresh = bool(self.epoch or self.index or self.offset)
+            self.mixed, self.epoch, self.index, self.offset = True, self.epoch + fresh, 0, 0
+            self.order = self.draw()
 
     def next(self) -> Batch:
         """The next batch."""
@@ -123,7 +149,7 @@ class Loader:
         self.index, self.offset = self.index + 1, 0
         if self.index == len(self.order):
             self.index, self.epoch = 0, self.epoch + 1
-            self.order = document_order(len(self.order), self.seed, self.epoch)
+            self.order = self.draw()
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch begins, and what the position is worth only together with."""
@@ -132,8 +158,9 @@ class Loader:
             "index": self.index,
             "offset": self.offset,
             "seed": self.seed,
-            "documents": len(self.order),
+            "documents": len(self.packer.pairs),
             "tokens": len(self.packer.tokens),
+            "mixed": int(self.mixed),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -142,8 +169,11 @@ class Loader:
         for name in ("seed", "documents", "tokens"):
             if state[name] != own[name]:
                 raise ValueError(f"the loader state is for {name} {state[name]}, this loader has {own[name]}")
+        if state.get("mixed") and self.mix is None:
+            raise ValueError("the loader state is of a mix, this loader has none")
         self.epoch, self.index, self.offset = state["epoch"], state["index"], state["offset"]
-        self.order = document_order(len(self.order), self.seed, self.epoch)
+        self.mixed = bool(state.get("mixed"))
+        self.order = self.draw()
 
 
 def micro_batches(batch: Batch, micro_tokens: int) -> Iterator[Batch]:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from openk3 import disk
 from openk3.chat.tokenizer import Tokenizer
 from openk3.data.loader import Batch, Loader, eval_batches
+from openk3.data.mixing import MixPlan
 from openk3.data.ngram import NgramModel
 from openk3.data.progress import progress_bar
 from openk3.data.sources import Corpus, load_corpus, split
@@ -22,6 +24,7 @@ from openk3.errors import UserError
 from openk3.model.k3 import K3
 from openk3.train import folder as names
 from openk3.train.balance import Balancer
+from openk3.train.curriculum import longest
 from openk3.train.heap import keep_freed_memory
 from openk3.train.metrics import Metrics
 from openk3.train.optim import Optimizer
@@ -51,12 +54,13 @@ class Run:
     seconds: float = 0.0
 
     def held_out(self, max_tokens: int | None) -> Iterator[Batch]:
-        """The first so many held-out tokens of a fixed order, or all."""
+        """The first so many held-out tokens of a fixed order, or all; in the longest context of the run, so that
+        the figures of all its stages are of the same sequences."""
         side = self.corpus.held_out
         return eval_batches(
             side.tokens,
             side.offsets,
-            context=self.recipe.data.context,
+            context=longest(self.recipe.data.context),
             batch_tokens=self.recipe.train.micro_tokens,
             token_bytes=self.corpus.tokenizer.token_bytes,
             max_tokens=max_tokens,
@@ -143,6 +147,7 @@ def start(recipe: Recipe, folder: Path, say: Callable[[str], None], *, shown: bo
         keep_freed_memory()
     corpus = read_corpus(recipe.data)
     prepared = encode(corpus, recipe, shown)
+    plan = mix_plan(prepared, recipe.data)
     torch.manual_seed(recipe.train.seed)
     model = new_model(recipe, device)
     optimizer = Optimizer(model, recipe.model, recipe.optim)
@@ -150,9 +155,10 @@ def start(recipe: Recipe, folder: Path, say: Callable[[str], None], *, shown: bo
         prepared.train.tokens,
         prepared.train.offsets,
         batch_tokens=recipe.train.batch_tokens,
-        context=recipe.data.context,
+        context=longest(recipe.data.context),
         seed=recipe.train.seed,
         token_bytes=prepared.tokenizer.token_bytes,
+        mix=plan.order if plan else None,
     )
     checkpoint = latest(folder)
     position = resume(checkpoint, recipe, prepared, model, optimizer, loader) if checkpoint else None
@@ -169,6 +175,16 @@ def start(recipe: Recipe, folder: Path, say: Callable[[str], None], *, shown: bo
         shutil.rmtree(folder / names.SAMPLES, ignore_errors=True)
         describe(run, corpus, say)
     return run
+
+
+def mix_plan(prepared: Prepared, data: DataRecipe) -> MixPlan | None:
+    """How often documents are read, if [data] raises the share of long ones. Raises UserError."""
+    if not data.long_share:
+        return None
+    try:
+        return MixPlan(np.diff(prepared.train.offsets), data.long_tokens, data.long_share)
+    except ValueError as error:
+        raise UserError(f"data.long_tokens, data.long_share: {error}") from None
 
 
 def resume(

@@ -1,6 +1,6 @@
 """A recipe: everything that decides a pre-training run, as one frozen value read from TOML.
 
-    [model]    size = "nano", and any field of K3Config      [data]     source, context
+    [model]    size = "nano", and any field of K3Config      [data]     source, cleaning, context, mixture
     [train]    budget, batch, evaluation, device             [optim]    optimizer and its rates
     [balance]  the rule that keeps experts equally busy
 
@@ -26,11 +26,15 @@ import openk3
 from openk3.config import K3Config, named
 from openk3.errors import UserError
 from openk3.train import toml
+from openk3.train.curriculum import Contexts, first_steps, longest, read_contexts, stages_of
 
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """Which text, and how long a sequence of it may be. Empty options are left to the source."""
+    """Which text, how long a sequence of it may be, and what long documents are worth (training.md sections 5, 6).
+
+    Empty options are left to the source.
+    """
 
     source: str | tuple[str, ...] = "stdlib"  # "stdlib", "installed", "hf:NAME", a glob or a list of globs
     field: str = ""
@@ -38,7 +42,15 @@ class DataRecipe:
     subset: str = ""
     limit: int = 0
     tokenizer: str = ""  # rank file; empty: a BPE of the size's rank count is trained on the training documents
-    context: int = 512
+    clean: bool = False  # leave out copies, near copies and garbage
+    context: Contexts = 512  # or stages [[tokens, share of the run], ...]: see curriculum.py
+    # Raise the share of documents of at least long_tokens tokens to long_share; 0: the text as it is.
+    long_tokens: int = 0
+    long_share: float = 0.0
+    long_from: float = 0.0  # after this share of the run: the report does it in its cooldown
+    # Documents of up to joined_tokens tokens made of short ones, to a share of joined_share in the training text.
+    joined_tokens: int = 0
+    joined_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,12 +165,14 @@ _POSITIVE = (
     "optim.lr balance.bins balance.rate"
 ).split()
 _NOT_NEGATIVE = (
-    "data.limit train.tokens train.steps train.seed train.eval_tokens train.sample_tokens optim.weight_decay "
-    "optim.clip optim.qk_clip_tau"
+    "data.limit data.long_tokens data.joined_tokens train.tokens train.steps train.seed train.eval_tokens "
+    "train.sample_tokens optim.weight_decay optim.clip optim.qk_clip_tau"
 ).split()
 _SHARES = "optim.warmup optim.lr_min_ratio".split()  # 0 to 1, both allowed
+_PARTS = "data.long_share data.long_from data.joined_share".split()  # 0 to below 1
 _COUNTS = (  # at most 2**31 - 1: token offsets are int32
-    "data.context train.batch_tokens train.micro_tokens train.eval_tokens train.sample_tokens balance.bins"
+    "data.context data.long_tokens data.joined_tokens train.batch_tokens train.micro_tokens train.eval_tokens "
+    "train.sample_tokens balance.bins"
 ).split()
 _CHOICES: dict[str, tuple[str, ...]] = {
     "train.device": ("cpu", "cuda"),
@@ -283,6 +297,8 @@ def read_section(section: str, cls: type, values: Mapping[str, Any]) -> Any:
 def coerce(key: str, value: Any, kind: Any) -> Any:
     """`value` as `kind`; a whole float passes for an int (4e6), an int for a float, a list for a tuple of texts."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == Contexts:
+        return read_contexts(key, value)
     if isinstance(kind, types.UnionType):  # text or a list of texts
         return tuple(coerce(key, item, str) for item in value) if isinstance(value, list) else coerce(key, value, str)
     if kind is int and number and (isinstance(value, int) or value.is_integer()):
@@ -298,6 +314,10 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
 
 
 def check_range(key: str, value: Any) -> None:
+    if key == "data.context" and isinstance(value, tuple):
+        for context, _ in value:
+            check_range(key, context)
+        return
     if key in _CHOICES and value not in _CHOICES[key]:
         raise ValueError(f"{key} = {value!r} is not one of {', '.join(_CHOICES[key])}")
     if key in _POSITIVE and not value > 0:
@@ -307,13 +327,15 @@ def check_range(key: str, value: Any) -> None:
     largest = 2**31 - 1 if key in _COUNTS else 2**63 - 1
     if isinstance(value, int) and value > largest:
         raise ValueError(f"{key} = {value} is too large; at most {largest} can be")
+    if key in _PARTS and not 0 <= value < 1:
+        raise ValueError(f"{key} = {value} must be at least 0 and below 1")
     if key in _SHARES and not 0 <= value <= 1:
         raise ValueError(f"{key} = {value} must be between 0 and 1")
 
 
 def check_budget(recipe: Recipe) -> None:
     """What two values together forbid. Raises ValueError naming both."""
-    train, context = recipe.train, recipe.data.context
+    train, data, context = recipe.train, recipe.data, longest(recipe.data.context)
     if bool(train.tokens) == bool(train.steps):
         raise ValueError(
             f"train.tokens = {train.tokens} and train.steps = {train.steps}: the budget is one of the two, "
@@ -323,6 +345,21 @@ def check_budget(recipe: Recipe) -> None:
         raise ValueError(
             f"train.micro_tokens = {train.micro_tokens} is below data.context = {context}: a piece of text would be cut"
         )
+    if len(stages_of(data.context)) > 1 and context > train.batch_tokens:
+        raise ValueError(
+            f"train.batch_tokens = {train.batch_tokens} is below the stage of data.context with {context} tokens: "
+            "no sequence would be that long"
+        )
+    try:
+        first_steps(data.context, recipe.steps)
+    except ValueError as error:
+        raise ValueError(f"data.context: {error}") from None
+    for name in ("long", "joined"):
+        tokens, share = getattr(data, f"{name}_tokens"), getattr(data, f"{name}_share")
+        if bool(tokens) != bool(share):
+            raise ValueError(
+                f"data.{name}_tokens = {tokens} and data.{name}_share = {share}: either both are 0 or none is"
+            )
 
 
 def read_model(size: str, values: Mapping[str, Any]) -> K3Config:
