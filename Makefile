@@ -3,9 +3,11 @@ PYTHON ?= python3
 JOBS ?= auto
 BIN := .venv/bin
 READY := .venv/openk3-ready
+DOCS_READY := .venv/openk3-docs-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tour test slow lint style floors covered portable types format coverage-table lock clean
+.PHONY: help setup tour test slow lint style floors covered portable types format coverage-table docs docs-serve figures \
+  lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1#/p' Makefile | awk -F'#' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -59,6 +61,22 @@ format: setup ## let ruff lay out the code
 coverage-table: setup ## write docs/coverage.md: which test proves which component
 	$(BIN)/python tests/coverage_table.py
 
+# The lock holds the packages that both need; what the documentation alone needs follows pyproject.toml.
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	    --constraint requirements.lock --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS_READY) ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open site/index.html"
+
+docs-serve: $(DOCS_READY) ## show the documentation at http://127.0.0.1:8000, built anew on every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
+
+figures: setup ## draw the figures of the documentation anew
+	$(BIN)/python docs/plots.py
+
 lock: ## resolve all packages anew and write requirements.lock
 	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' torch==2.13.0
@@ -68,5 +86,5 @@ lock: ## resolve all packages anew and write requirements.lock
 	mv requirements.lock.new requirements.lock && rm -rf .venv-lock
 
 clean: ## remove .venv and caches; runs stay
-	rm -rf .venv .venv-lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-lock build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find openk3 tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
