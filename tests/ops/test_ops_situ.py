@@ -118,3 +118,52 @@ def test_float32_is_accurate_near_zero(backend):
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"gate \(2, 3\) and up \(3,\)"):
         situ_glu(torch.ones(2, 3), torch.ones(3))
+
+
+@pytest.mark.row(59)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_curves_of_figure_4(backend):
+    """GLU x sigma(x), SwiGLU x^2 sigma(x) and SiTU-GLU with x in both branches, and where each of them goes."""
+
+    def curves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return swiglu(x, torch.ones_like(x)), swiglu(x, x), situ_glu(x, x, backend=backend)
+
+    x, *expected = columns(TABLE["scalar_curves"]["rows"])
+    for actual, column in zip(curves(x), expected, strict=True):
+        close(actual, column, 1e-13)
+    x = torch.linspace(-60, 140, 4001, dtype=torch.float64)
+    sigma = 1 / (1 + (-x).exp())
+    glu, swi, situ = curves(x)
+    close(glu, x * sigma, 1e-13)
+    close(swi, x * x * sigma, 1e-13)
+    close(situ, 100 * (x / 4).tanh() * (x / 25).tanh() * sigma, 1e-13)
+    left, right = torch.tensor([[-60.0, -300.0], [300.0, 3000.0]], dtype=torch.float64)
+    for curve, limit in zip(curves(right), (right, right**2, torch.full_like(right, 100)), strict=True):
+        torch.testing.assert_close(curve, limit, rtol=1e-9, atol=0)
+    assert all((curve.abs() < 1e-20).all() for curve in curves(left))
+    hundred = torch.tensor(100.0, dtype=torch.float64)
+    assert round(float(situ_glu(hundred, hundred, backend=backend)), 2) == 99.93
+    right = x > 0.01
+    rising = situ[right]
+    assert (rising.diff() > 0).all() and rising.max() < 100 and (rising < swi[right]).all()
+
+
+@pytest.mark.row(53)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_swiglu_grows_without_bound_in_both_branches(backend):
+    """Ten times the input is ten times the output by either branch, and a hundred times by both; SiTU stays in 100."""
+    x, fixed = 50 * 10.0 ** torch.arange(5, dtype=torch.float64), torch.full((5,), 3.0, dtype=torch.float64)
+    for gate, up, growth in ((x, fixed, 10), (fixed, x, 10), (x, x, 100), (x, -x, 100)):
+        y = swiglu(gate, up)
+        torch.testing.assert_close(y[1:] / y[:-1], torch.full((4,), float(growth), dtype=torch.float64))
+        bounded = situ_glu(gate, up, backend=backend)
+        assert bounded.abs().max() <= TABLE["bound"]
+        torch.testing.assert_close(bounded[2:], bounded[2].expand(3))  # it has stopped growing
+    generator = torch.Generator().manual_seed(0)
+    x, w1, w3 = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((64, 32), (48, 32), (48, 32)))
+    largest = [
+        [float(f(x @ (s * w1).t(), x @ (s * w3).t()).abs().max()) for s in (1, 4, 16, 64)]
+        for f in (swiglu, lambda g, u: situ_glu(g, u, backend=backend))
+    ]
+    assert all(14 < b / a < 20 for a, b in zip(largest[0], largest[0][1:], strict=False))  # weights times 4
+    assert largest[0][-1] > 1e5 and max(largest[1]) <= TABLE["bound"]
