@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +75,16 @@ def write(experiment: Experiment, record: Record, out: Path) -> list[Path]:
     ]
     for place in places:
         place.parent.mkdir(parents=True, exist_ok=True)
-    disk.write_file(places[0], json.dumps(record, indent=1, allow_nan=False) + "\n")
+    disk.write_file(places[0], dumps(record))
     disk.write_file(places[1], experiment.table(record).rstrip() + "\n\n" + footnote(record) + "\n")
     experiment.figure(record, places[2])
     return places
+
+
+def dumps(record: Record) -> str:
+    """JSON with one key a line, and a list of numbers on one line. Raises ValueError for a NaN."""
+    text = json.dumps(record, indent=1, allow_nan=False)
+    return re.sub(r"\[\s+([-+.\deE,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

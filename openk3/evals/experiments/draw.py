@@ -1,7 +1,12 @@
-"""The look of the experiments' figures: SVG with text as text, on a white card, the same bytes for the same record."""
+"""The look of the experiments' figures: SVG that takes the colours of the page it stands in, and has its own elsewhere.
+
+The same record gives the same bytes.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +18,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-INK, MUTED, GRID = "#22262b", "#5d656e", "#dcdcd6"
+from openk3 import disk
+
+INK, MUTED, GRID, PAPER = "#22262b", "#5d656e", "#dcdcd6", "#fcfcfa"
 COLOURS = ("#0e6fa8", "#b75e3c", "#2fa373", "#62286b", "#b2891e", "#606b7c")  # no two alike to the colour-blind
+# Lower case, as matplotlib writes them; the variables are those of report.html and of the site.
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {c: f"s{i}" for i, c in enumerate(COLOURS)}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "openk3",
     "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.facecolor": "none",
+    "figure.facecolor": PAPER,
     "axes.edgecolor": GRID,
     "axes.labelcolor": MUTED,
     "axes.spines.top": False,
@@ -27,16 +38,18 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
+    "lines.linewidth": 1.5,
     "text.color": INK,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "legend.frameon": False,
+    "legend.fontsize": 9,
     "axes.prop_cycle": cycler(color=COLOURS),
 }
 
 
-def panels(count: int, *, width: float = 4.2, height: float = 3.2, columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, side by side and then below."""
+def panels(count: int, *, width: float = 3.8, height: float = 3.0, columns: int = 2) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels, side by side and then below; sizes of one panel in inches."""
     across = min(count, columns)
     down = -(-count // across)
     with matplotlib.rc_context(STYLE):
@@ -47,8 +60,19 @@ def panels(count: int, *, width: float = 4.2, height: float = 3.2, columns: int 
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure as SVG, without a date in it."""
-    with matplotlib.rc_context(STYLE):
-        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+    out = io.StringIO()
+    style: dict[Any, Any] = STYLE | {"svg.hashsalt": path.stem}
+    with matplotlib.rc_context(style):
+        FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.S)  # would reach the whole page that shows the figure
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+    for colour, name in VARIABLES.items():
+        text = text.replace(colour, f"var(--{name}, {colour})")
+    disk.write_file(path, text)
 
 
 def smooth(values: Sequence[float], window: int) -> np.ndarray:
