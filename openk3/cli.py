@@ -134,6 +134,32 @@ def experiment(
         print(path)
 
 
+bench = typer.Typer(no_args_is_help=True, help="How fast things are, beside their peers and the machine's own rate.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("train")
+def bench_train(
+    size: Annotated[str, typer.Option(help="A recipe: its model and optimizer are measured.")] = "nano",
+    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence; they must fill the step.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Counted steps, of which the median is taken.")] = 9,
+    compile: Annotated[bool, typer.Option(help="Also race both under torch.compile.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Write the record here, as JSON.")] = None,
+) -> None:
+    """Race a training step of K3 against a plain Transformer of as many active parameters, and profile both.
+
+    Examples:
+
+        openk3 bench train
+        openk3 bench train --size pico --tokens 2048 --context 256 --no-compile
+        openk3 bench train --out benchmarks/results/cpu/train.json
+    """
+    from openk3.evals.bench.train import run
+
+    run(size, tokens=tokens, context=context, steps=steps, compile_too=compile, out=out)
+
+
 def main() -> None:
     """Entry point: one sentence and exit code 2 for wrong input, 1 for a failure."""
     threading.excepthook = quiet_writer

@@ -8,12 +8,15 @@ Letters: N sequences of equal length L, T = N L tokens, D hidden, H heads, V voc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openk3.config import K3Config
 from openk3.model.linear import Linear
+from openk3.ops.attention import attend_blocked
 
 THETA = 10000.0
 
@@ -37,12 +40,28 @@ class Rotary(nn.Module):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of [N, H, L, width] by PyTorch's kernel."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same by the blocks that K3's MLA layers use on a CPU, where that is the faster of the two."""
+    n, _, length, width = q.shape
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    o = attend_blocked(q, k, v, [(length, length)] * n, width**-0.5)
+    return o.unflatten(0, (n, length)).transpose(1, 2)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 class Block(nn.Module):
     """x [N, L, D] to x [N, L, D]."""
 
-    def __init__(self, width: int, heads: int, inner: int, context: int, std: float):
+    def __init__(self, width: int, heads: int, inner: int, context: int, std: float, attend: Attend):
         super().__init__()
-        self.heads = heads
+        self.heads, self.attend = heads, attend
         self.attention_norm, self.ffn_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
         self.qkv_proj, self.o_proj = Linear(width, 3 * width, std), Linear(width, width, std)
         self.gate_up_proj, self.down_proj = Linear(width, 2 * inner, std), Linear(inner, width, std)
@@ -51,7 +70,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv_proj(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
-        o = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        o = self.attend(self.rotary(q), self.rotary(k), v)
         x = x + self.o_proj(o.transpose(1, 2).flatten(2))
         gate, up = self.gate_up_proj(self.ffn_norm(x)).chunk(2, dim=-1)
         return x + self.down_proj(F.silu(gate) * up)
@@ -60,12 +79,13 @@ class Block(nn.Module):
 class PlainTransformer(nn.Module):
     """Token ids [N, L] to normed hidden states [T, D]; `lm_head` is applied by the loss."""
 
-    def __init__(self, config: K3Config, inner: int, context: int):
+    def __init__(self, config: K3Config, inner: int, context: int, attend: Attend = fused):
         super().__init__()
         d, std = config.hidden_size, config.initializer_range
+        self.width, self.heads = d, config.num_attention_heads
         self.embed_tokens = Linear(d, config.vocab_size, std)
         self.layers = nn.ModuleList(
-            Block(d, config.num_attention_heads, inner, context, std) for _ in range(config.num_hidden_layers)
+            Block(d, self.heads, inner, context, std, attend) for _ in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(d, eps=1e-5)
         self.lm_head = Linear(d, config.vocab_size, std)
@@ -96,9 +116,11 @@ def matching_inner(config: K3Config, active: int) -> int:
     return inner
 
 
-def plain_transformer(config: K3Config, active: int, context: int, seed: int) -> PlainTransformer:
+def plain_transformer(
+    config: K3Config, active: int, context: int, seed: int, attend: Attend = fused
+) -> PlainTransformer:
     """A fresh peer with `active` parameters, as many layers and heads as `config`; a pure function of its arguments."""
-    model = PlainTransformer(config, matching_inner(config, active), context)
+    model = PlainTransformer(config, matching_inner(config, active), context, attend)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Linear):
