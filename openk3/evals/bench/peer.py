@@ -79,10 +79,10 @@ class Block(nn.Module):
 class PlainTransformer(nn.Module):
     """Token ids [N, L] to normed hidden states [T, D]; `lm_head` is applied by the loss."""
 
-    def __init__(self, config: K3Config, inner: int, context: int, attend: Attend = fused):
+    def __init__(self, config: K3Config, inner: int, context: int, attend: Attend = fused, heads: int = 0):
         super().__init__()
         d, std = config.hidden_size, config.initializer_range
-        self.width, self.heads = d, config.num_attention_heads
+        self.width, self.heads = d, heads or config.num_attention_heads
         self.embed_tokens = Linear(d, config.vocab_size, std)
         self.layers = nn.ModuleList(
             Block(d, self.heads, inner, context, std, attend) for _ in range(config.num_hidden_layers)
@@ -117,10 +117,11 @@ def matching_inner(config: K3Config, active: int) -> int:
 
 
 def plain_transformer(
-    config: K3Config, active: int, context: int, seed: int, attend: Attend = fused
+    config: K3Config, active: int, context: int, seed: int, attend: Attend = fused, heads: int = 0
 ) -> PlainTransformer:
-    """A fresh peer with `active` parameters, as many layers and heads as `config`; a pure function of its arguments."""
-    model = PlainTransformer(config, matching_inner(config, active), context, attend)
+    """A fresh peer with `active` parameters, as many layers as `config` and, without `heads`, as many heads as its
+    MLA layers; a pure function of its arguments."""
+    model = PlainTransformer(config, matching_inner(config, active), context, attend, heads)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Linear):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -41,6 +42,7 @@ from openk3.train.recipe import Recipe, load_recipe
 
 SEED = 0
 WARM_UP = 3
+WIDE = 64  # fewer and wider heads have fewer scores: what else the peer is faster with
 PRODUCT = 1024  # width of the square product that measures the machine's rate
 
 
@@ -151,10 +153,13 @@ class PlainMuon:
             bucket.step(self.lr)
 
 
-def plain_contender(s: Setting, optimizer: str, *, attend: Attend = fused, compiled: bool = False) -> Contender:
-    """The peer under AdamW or Muon."""
+def plain_contender(
+    s: Setting, optimizer: str, *, attend: Attend = fused, wide: bool = False, compiled: bool = False
+) -> Contender:
+    """The peer under AdamW or Muon; with `wide`, heads of 64 instead of as many as K3 has."""
     active = audit(s.recipe.model).active
-    model = plain_transformer(s.recipe.model, active, s.context, SEED, attend)
+    heads = max(1, s.recipe.model.hidden_size // WIDE) if wide else 0
+    model = plain_transformer(s.recipe.model, active, s.context, SEED, attend, heads)
     o, clip = s.recipe.optim, s.recipe.optim.clip or torch.inf
     if optimizer == "Muon":
         update = PlainMuon(model, o.lr, o.weight_decay)
@@ -177,7 +182,8 @@ def plain_contender(s: Setting, optimizer: str, *, attend: Attend = fused, compi
         marked()
         return loss.item()
 
-    name = "plain" + (", blocked" if attend is blocked else "") + (", compiled" if compiled else "")
+    modes = {f"{WIDE}-wide": wide, "blocked": attend is blocked, "compiled": compiled}
+    name = ", ".join(["plain", *(mode for mode, on in modes.items() if on)])
     found = sum(p.numel() for p in model.parameters()) - model.embed_tokens.weight.numel()
     return Contender(name, optimizer, model, step, found, plain_step(model, s.tokens, s.context, products))
 
@@ -189,9 +195,14 @@ def contenders(s: Setting, compile_too: bool) -> list[Contender]:
         plain_contender(s, "AdamW"),
         plain_contender(s, "Muon"),
         plain_contender(s, "AdamW", attend=blocked),
+        plain_contender(s, "AdamW", wide=True),
     ]
     if compile_too:
-        found += [k3_contender(s, compiled=True), plain_contender(s, "AdamW", compiled=True)]
+        found += [
+            k3_contender(s, compiled=True),
+            plain_contender(s, "AdamW", compiled=True),
+            plain_contender(s, "AdamW", wide=True, compiled=True),
+        ]
     return found
 
 
@@ -306,14 +317,15 @@ def show(record: dict[str, Any], console: Console) -> None:
     s, rows = record["setting"], record["rows"]
     console.print(
         f"a training step of {s['tokens']:,} tokens at context {s['context']:,}: medians of {s['steps']} steps, "
-        f"{record['threads']} threads\nlarge matrix product {record['product_gflops']:.0f} GFLOP/s; active parameters: "
-        f"{rows[0]['active']:,} of {s['size']}, {rows[1]['active']:,} of the plain Transformer",
+        f"{record['threads']} threads\nlarge matrix product {record['product_gflops']:.0f} GFLOP/s; active parameters "
+        f"{rows[0]['active']:,} and {rows[1]['active']:,}\nratio: tokens/s of {s['size']} over those of the line; x: "
+        "times the floor, which is GFLOP at the rate of a large product, in ms",
         highlight=False,
     )
-    table = Table()
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     table.add_column("model, optimizer", no_wrap=True)
-    for head in ("ms", "tokens/s", f"{s['size']} / this", "GFLOP", "floor ms", "x floor"):
-        table.add_column(head, justify="right")
+    for head in ("ms", "tokens/s", "ratio", "GFLOP", "floor", "x"):
+        table.add_column(head, justify="right", no_wrap=True)
     for r in rows:
         cells = [f"{r['name']}, {r['optimizer']}"]
         if "ms" in r:
@@ -328,7 +340,7 @@ def show(record: dict[str, Any], console: Console) -> None:
             console.print(f"{r['name']} failed: {r['failed']}", markup=False)
     for name, groups in record["profile"].items():
         total = sum(groups.values())
-        split = Table(title=f"where the time of {name} goes, under the profiler", title_justify="left")
+        split = Table(box=box.SIMPLE, title=f"where the time of {name} goes, under the profiler", title_justify="left")
         split.add_column("group")
         split.add_column("ms a step", justify="right")
         split.add_column("share", justify="right")

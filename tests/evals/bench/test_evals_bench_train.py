@@ -44,7 +44,7 @@ def test_no_peer_is_smaller_than_its_attention():
         matching_inner(named("pico"), 1000)
 
 
-@pytest.mark.parametrize("more", [{}, {"attend": blocked}])
+@pytest.mark.parametrize("more", [{}, {"attend": blocked}, {"heads": 1}])
 def test_the_peer_is_causal_and_keeps_sequences_apart(more):
     model = peer(**more)
     tokens = torch.randint(0, 768, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -177,7 +177,7 @@ def test_the_verb_races_and_writes_a_record(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     record = json.loads(out.read_text())
     assert record["command"] == "openk3 " + " ".join(call)
-    assert [r["name"] for r in record["rows"]] == ["pico", "plain", "plain", "plain, blocked"]
+    assert [r["name"] for r in record["rows"]] == ["pico", "plain", "plain", "plain, blocked", "plain, 64-wide"]
     first, second = record["rows"][:2]
     assert first["k3_over_this"] == 1
     assert second["k3_over_this"] == pytest.approx(first["tokens_per_s"] / second["tokens_per_s"])
