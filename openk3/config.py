@@ -6,6 +6,7 @@ Field names are those of the released config where it has them (model.md section
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -15,6 +16,64 @@ CONTROL_SLOTS = 256  # control ids above the BPE ranks, in every vocabulary
 A_LOG_PADDING = 128  # the released file stores A_log padded to a multiple of this
 LARGEST = 2**31 - 1  # of a size: token and channel offsets are int32
 MX_BLOCK = 32  # MXFP4 shares one scale among this many inputs
+
+# MXFP4 of the routed experts, in the words of compressed-tensors (model.md section 2.3)
+QUANTIZATION: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "mxfp4-pack-quantized",
+            "input_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": MX_BLOCK,
+                "scale_dtype": "torch.uint8",
+                "dynamic": False,
+                "observer": "minmax",
+            },
+        }
+    },
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*",
+        "re:.*vision_tower.*",
+        "re:.*mm_projector.*",
+    ],
+}
+
+# MoonViT-V2 and its projector (model.md section 2.4)
+VISION: dict[str, Any] = {
+    "patch_size": 14,
+    "vt_hidden_size": 1024,
+    "vt_num_hidden_layers": 27,
+    "vt_num_attention_heads": 12,
+    "qkv_hidden_size": 1536,
+    "vt_intermediate_size": 4096,
+    "mlp_type": "mlp2",
+    "activation_func": "gelu_pytorch_tanh",
+    "norm_type": "rmsnorm",
+    "attn_bias": False,
+    "linear_bias": False,
+    "patch_embed_proj_bias": False,
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+    "init_pos_emb_time": 4,
+    "pos_emb_type": "divided_fixed",
+    "pos_emb_interpolation_mode": "bilinear",
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2",
+    "mm_hidden_size": 1024,
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-5,
+}
 
 MECHANISMS: dict[str, tuple[Any, ...]] = {
     "attention": ("hybrid", "mla", "kda"),
@@ -162,8 +221,11 @@ class K3Config:
     def replace(self, **changes: Any) -> K3Config:
         return dataclasses.replace(self, **changes)
 
-    def to_hf(self) -> dict[str, Any]:
-        """The released config.json: nested, special ids derived from the rank count (model.md section 2)."""
+    def to_hf(self, *, packed: bool = False, vision: bool = False) -> dict[str, Any]:
+        """The released config.json: nested, special ids derived from the rank count (model.md section 2).
+
+        With `packed` it says that routed experts are MXFP4, with `vision` that the tower is there too.
+        """
         kinds = self.layer_kinds
         text = {name: getattr(self, name) for name in _TEXT_FIELDS}
         text |= {
@@ -193,23 +255,35 @@ class K3Config:
                 "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "kda"],
             },
         }
+        if packed:
+            text["quantization_config"] = copy.deepcopy(QUANTIZATION)
         hf = {
             "architectures": ["KimiK3ForConditionalGeneration"],
             "model_type": "kimi_k3",
             "dtype": "bfloat16",
             "ignore_index": -100,
             "tie_word_embeddings": False,
+            "image_placeholder": "<|kimi_image_placeholder|>",
             "text_config": text,
         }
         hf |= {name: self.n_ranks + offset for name, offset in _SPECIAL_IDS.items()}
-        ours = {name: getattr(self, name) for name in _OWN_FIELDS} | self.ablations
+        if vision:
+            hf["vision_config"] = copy.deepcopy(VISION) | {"text_hidden_size": self.hidden_size}
+        return hf | ({"openk3": self.beyond_k3} if self.beyond_k3 else {})
+
+    @property
+    def beyond_k3(self) -> dict[str, Any]:
+        """What the released config has no field for, where it is not as in K3: the "openk3" key of config.json."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        ours = {name: value for name, value in ours.items() if value != defaults[name]}
-        return hf | ({"openk3": ours} if ours else {})
+        ours = {name: getattr(self, name) for name in _OWN_FIELDS} | self.ablations
+        return {name: value for name, value in ours.items() if value != defaults[name]}
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> K3Config:
-        """Read a config.json as released or as written by `to_hf`. Raises ValueError naming what is absent."""
+        """Read a config.json as released or as written by `to_hf`.
+
+        Raises ValueError naming the fields that are absent, or that ask for what this model does not compute.
+        """
         try:
             text = hf["text_config"]
             linear = text["linear_attn_config"]
@@ -221,14 +295,17 @@ class K3Config:
                 "kda_gate_lower_bound": float(linear["gate_lower_bound"]),
             }
             config = cls(**fields, **hf.get("openk3", {}))
-            mla = [i + 1 for i, kind in enumerate(config.layer_kinds) if kind == "mla"]
-            listed = linear["full_attn_layers"]
+            ours = config.to_hf()["text_config"]
+            given = {name: text[name] for name in ours if name in text} | {name: linear[name] for name in _LAYER_LISTS}
+            given |= {name: linear[name] for name in ours["linear_attn_config"] if name in linear}
         except KeyError as error:
             raise ValueError(f"config.json has no field {error}") from None
         except (TypeError, AttributeError) as error:
             raise ValueError(f"config.json does not describe a K3 model: {error}") from None
-        if mla != listed:
-            raise ValueError(f"config.json lists full_attn_layers {listed}; a K3 of this size has {mla}")
+        flat = ours | ours["linear_attn_config"]
+        wrong = [f"{n} = {given[n]!r} must be {flat[n]!r}" for n in given if n not in _NESTED and given[n] != flat[n]]
+        if wrong:
+            raise ValueError("config.json describes another model than K3: " + "; ".join(wrong))
         return config
 
 
@@ -264,6 +341,8 @@ _TEXT_FIELDS = (
     "initializer_range",
     "max_position_embeddings",
 )
+_NESTED = ("architectures", "model_type", "linear_attn_config")  # names and what is compared field by field
+_LAYER_LISTS = ("full_attn_layers", "kda_layers")
 _OWN_FIELDS = ("mla_lowrank_norm_eps", "rope_theta")
 # K3 id - 163584: an id is n_ranks + offset in every vocabulary
 _SPECIAL_IDS = {

@@ -1,155 +1,175 @@
-"""Writing and reading `model/`: the released layout (model.md section 11), experts in bf16.
+"""Writing and reading `model/`: the released layout (model.md section 11), routed experts in bf16 or in MXFP4.
 
-One shard a layer and one for the rest. bf16 everywhere but for the float32 list. This is what chat, serving and
-other engines read; exact resuming goes through the masters in `state/` (train/state.py).
+One shard a layer and one for the rest. bf16 everywhere but for the float32 list. This is what chat, serving and other
+engines read; exact resuming goes through the masters in `state/` (train/state.py). Both ways one tensor at a time: next
+to the model itself there is never more than one tensor in memory.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from openk3.config import K3Config
+from openk3 import disk
+from openk3.model.container import DTYPES, Entry, Span, read, write
+from openk3.model.files import CONFIG, INDEX, open_model
 from openk3.model.k3 import K3
-from openk3.model.released import EXPERTS, PREFIX, Entry, is_f32, padded, text_entries
+from openk3.model.released import EXPERTS, PREFIX, entries, is_f32, model_name, padded, refuse_unpackable, shard_of
+from openk3.ops.mx import NAN_SCALE, dequantize_mxfp4, quantize_mxfp4
 
-INDEX = "model.safetensors.index.json"
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-
-
-def shard_name(shard: int, n_shards: int) -> str:
-    return f"model-{shard:05d}-of-{n_shards:06d}.safetensors"
+PACKED = ("weight_packed", "weight_scale")
+Fetch = Callable[[Entry], Tensor]
 
 
-def shard_of(name: str, n_layers: int) -> int:
-    """1-based shard: layer i in shard i + 1, everything else in the last."""
-    layer, _, _ = name.removeprefix(PREFIX + "model.layers.").partition(".")
-    return int(layer) + 1 if name.startswith(PREFIX + "model.layers.") else n_layers + 1
+def save_model(model: K3, folder: Path, *, packed: bool = False) -> None:
+    """Write `folder` whole or not at all: shards, index, config.json. With `packed`, routed experts in MXFP4.
 
-
-def to_released(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What one tensor of the model becomes on disk."""
-    if EXPERTS in name:
-        stem, _, matrix = name.rpartition(".")
-        for e, expert in enumerate(tensor):
-            yield f"{PREFIX}{stem}.{e}.{matrix}.weight", expert.to(torch.bfloat16)
-    elif name.endswith("A_log"):
-        yield PREFIX + name, torch.nn.functional.pad(tensor.float(), (0, padded(len(tensor)) - len(tensor)))
-    else:
-        yield PREFIX + name, tensor.to(torch.float32 if is_f32(name) else torch.bfloat16)
-
-
-def save_model(model: K3, folder: Path) -> None:
-    """Write `folder` (made if absent): shards, index, config.json, each synced to the disk.
-
-    Raises OSError as the system gives it; whoever needs all or nothing writes into a sibling and renames.
+    Raises ValueError if something stands there already or the experts cannot be packed, Failure for a full disk.
     """
+    save_folder(folder, lambda beside: write_model(model, beside, packed=packed))
+
+
+def save_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """`disk.write_folder` for a folder that must be new. Raises ValueError, or Failure for a full disk."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; choose another name, or remove it first")
+    with disk.disk_full_is_failure(folder.parent, lambda: f"{folder} was not written; free some space and try again"):
+        disk.write_folder(folder, fill)
+
+
+def write_model(model: K3, folder: Path, *, packed: bool = False) -> None:
+    """Fill `folder`, made if absent. Raises as the system does; whoever needs all or nothing takes `save_model`."""
+    if packed:
+        refuse_unpackable(model.config)
+    own = model.state_dict()
+
+    def master(released: str) -> Tensor:
+        name, expert = model_name(released)
+        return own[name] if expert is None else own[name][expert]
+
+    write_layout(folder, model.config.to_hf(packed=packed), entries(model.config, packed=packed), Encoder(master))
+
+
+class Encoder:
+    """What the layout wants of a tensor that is there in full: cast, padded, or packed.
+
+    `full(name)` gives the tensor that a released `.weight` or float32 name stands for.
+    """
+
+    def __init__(self, full: Callable[[str], Tensor]):
+        self.full = full
+        self.last: tuple[str, tuple[Tensor, Tensor]] = "", (torch.empty(0), torch.empty(0))
+
+    def __call__(self, entry: Entry) -> Tensor:
+        stem, _, kind = entry.name.rpartition(".")
+        if kind in PACKED:
+            if self.last[0] != stem:  # values and scales are asked for one after the other
+                try:
+                    self.last = stem, quantize_mxfp4(self.full(f"{stem}.weight").detach())
+                except ValueError as error:
+                    raise ValueError(f"{stem}.weight cannot be packed: {error}") from None
+            return self.last[1][PACKED.index(kind)]
+        tensor = self.full(entry.name).detach()
+        if kind == "A_log":
+            tensor = torch.nn.functional.pad(tensor, (0, padded(len(tensor)) - len(tensor)))
+        return tensor.to(DTYPES[entry.dtype])
+
+
+def write_layout(
+    folder: Path,
+    hf: dict[str, Any],
+    listed: Iterable[Entry],
+    fetch: Fetch,
+    show: Callable[[str, int, int], None] = lambda *_: None,
+) -> None:
+    """Shards, index and config.json of `hf`, asking `fetch` for one tensor at a time; `show` hears of each shard."""
     folder.mkdir(parents=True, exist_ok=True)
-    n_shards = model.config.num_hidden_layers + 1
-    shards: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        for released, value in to_released(name, tensor.detach().cpu()):
-            shards.setdefault(shard_of(released, n_shards - 1), {})[released] = value.contiguous()
+    n_layers = hf["text_config"]["num_hidden_layers"]
+    shards: dict[int, list[Entry]] = {}
+    for entry in listed:
+        shards.setdefault(shard_of(entry.name, n_layers), []).append(entry)
     weight_map, total = {}, 0
-    for shard, tensors in sorted(shards.items()):
-        file = shard_name(shard, n_shards)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(t.nbytes for t in tensors.values())
+    for shard, held in sorted(shards.items()):
+        show("shards", shard - 1, len(shards))
+        file = f"model-{shard:05d}-of-{len(shards):06d}.safetensors"
+        total += write(folder / file, held, fetch)
+        weight_map |= {entry.name: file for entry in held}
+    show("shards", len(shards), len(shards))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
-    (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=1) + "\n")
-    for file in folder.iterdir():
-        shutil.copymode(folder / "config.json", file)  # shards come with mode 600, whatever the umask
-        with open(file, "rb") as f:
-            os.fsync(f.fileno())
+    (folder / CONFIG).write_text(json.dumps(hf, indent=1) + "\n")
 
 
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from None
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+def load_model(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    parts: str = "text",
+) -> K3:
+    """The model in `folder`, parameters and activations in `dtype` (the float32 list stays float32), on `device`.
 
-
-def read_config(folder: Path) -> K3Config:
-    """The config of a model folder. Raises ValueError saying what is wrong with it."""
-    return K3Config.from_hf(read_json(folder / "config.json"))
-
-
-def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> K3:
-    """The model in `folder`, parameters and activations in `dtype` (the float32 list stays float32).
-
-    Raises ValueError naming every tensor that is missing, unexpected, or of another shape or dtype.
+    Routed experts may lie there in bf16 or packed; a vision tower is checked and left where it is (`parts="text"` is
+    all there is). Raises ValueError: for a folder that does not hold what its config says, before anything is loaded,
+    and for a NaN or an infinity, by the tensor's name.
     """
-    config = read_config(folder)
+    if parts != "text":
+        raise ValueError(f"parts = {parts!r} cannot be loaded; the text model is what there is")
+    source = open_model(folder)
     with torch.device("meta"):
-        model = K3(config, compute_dtype=dtype)
+        model = K3(source.config, compute_dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
     for name, tensor in model.named_parameters():
         tensor.data = tensor.data.to(wide if is_f32(name) else dtype)
     model.to_empty(device=device)
-    tensors = read_tensors(folder, list(text_entries(config)))
     with torch.no_grad():
         for name, target in model.state_dict().items():
-            fill(target, name, tensors)
+            if EXPERTS in name:
+                stem, _, matrix = name.rpartition(".")
+                for e, expert in enumerate(target):
+                    load_expert(source.spans, f"{PREFIX}{stem}.{e}.{matrix}", expert)
+            elif name.endswith("A_log"):  # the padding stays behind
+                target.copy_(read_finite(source.spans, PREFIX + name)[: len(target)])
+            else:
+                read_finite(source.spans, PREFIX + name, out=target)
     return model.eval()
 
 
-def fill(target: Tensor, name: str, tensors: dict[str, Tensor]) -> None:
-    """Copy one of the model's tensors from what the files hold, taking each out of `tensors`."""
-    if EXPERTS in name:
-        stem, _, matrix = name.rpartition(".")
-        for e, expert in enumerate(target):
-            expert.copy_(tensors.pop(f"{PREFIX}{stem}.{e}.{matrix}.weight"))
+def load_expert(spans: dict[str, Span], stem: str, target: Tensor) -> None:
+    """One matrix of one expert, from bf16 or from MXFP4."""
+    if f"{stem}.weight" in spans:
+        read_finite(spans, f"{stem}.weight", out=target)
     else:
-        target.copy_(tensors.pop(PREFIX + name)[: len(target)])  # A_log: the padding stays behind
+        target.copy_(unpacked(spans, stem, target.dtype))
 
 
-def read_weight_map(folder: Path) -> dict[str, str]:
-    """The file of every tensor, by name. Raises ValueError for an index that is something else."""
-    index = read_json(folder / INDEX)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{folder / INDEX} has no weight_map of file names")
-    return weight_map
+def unpacked(spans: dict[str, Span], stem: str, dtype: torch.dtype) -> Tensor:
+    """Packed values and scales in full. Raises ValueError naming the tensor whose scales are not finite."""
+    values, scales = (read(spans[f"{stem}.{kind}"]) for kind in PACKED)
+    refuse_nan_scales(f"{stem}.weight_scale", scales)
+    try:
+        return dequantize_mxfp4(values, scales, dtype)
+    except ValueError as error:
+        raise ValueError(f"{stem}.weight_packed cannot be unpacked: {error}") from None
 
 
-def read_tensors(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
-    """All tensors of `entries`, checked against the index and the shards before any is used."""
-    weight_map = read_weight_map(folder)
-    expected = {entry.name: entry for entry in entries}
-    faults = [f"missing {name}" for name in expected if name not in weight_map]
-    faults += [f"unexpected {name}" for name in weight_map if name not in expected]
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(set(weight_map.values())):
-        try:
-            with safe_open(folder / file, framework="pt") as shard:
-                names = shard.keys()
-                for name in names:
-                    tensors[name] = shard.get_tensor(name)
-        except FileNotFoundError:  # which is also what the reader says of a file it may not open
-            how = "may not be read by this user" if (folder / file).exists() else "is absent"
-            raise ValueError(f"the index of {folder} names {file}, which {how}") from None
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{folder / file} is damaged: {error}") from None
-    for name, entry in expected.items():
-        if name not in tensors:
-            faults += [f"missing {name}"] if name in weight_map else []
-        elif tensors[name].shape != entry.shape or tensors[name].dtype != TORCH_DTYPES[entry.dtype]:
-            found = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-            faults.append(f"{name} is {found}, not {entry.dtype} {list(entry.shape)}")
-    if faults:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        raise ValueError(f"{folder} does not hold the model its config describes: {shown}")
-    return tensors
+def refuse_nan_scales(name: str, scales: Tensor) -> None:
+    if (scales == NAN_SCALE).any():
+        raise ValueError(f"{name} has a scale that is NaN (byte {NAN_SCALE})")
+
+
+def read_finite(spans: dict[str, Span], name: str, *, part: int | None = None, out: Tensor | None = None) -> Tensor:
+    """A tensor by name, as `container.read` gives it. Raises ValueError for a NaN or an infinity, also among scales."""
+    tensor = read(spans[name], part=part, out=out)
+    if name.endswith("weight_scale"):
+        refuse_nan_scales(name, tensor)
+    elif tensor.is_floating_point() and tensor.numel():
+        low, high = torch.aminmax(tensor)  # needs no memory, and a NaN is in both
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise ValueError(f"{name} in {spans[name].path} has a value that is not finite")
+    return tensor

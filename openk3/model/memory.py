@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from openk3.config import K3Config
+from openk3.model.sizes import memory_sizes
 from openk3.ops.mla import KVView
 
 
@@ -60,18 +61,6 @@ class KDAView:
             self.kept.append((advance, inputs, sequences.cu_seqlens))
 
 
-def kda_slot_bytes(config: K3Config, dtype: torch.dtype) -> int:
-    """Bytes of one sequence's KDA memory: constant in its length (model.md section 5.4)."""
-    state = config.kda_num_heads * config.kda_head_dim**2 * 4
-    tail = (config.kda_conv_size - 1) * 3 * config.kda_width * dtype.itemsize
-    return config.layer_kinds.count("kda") * (state + tail)
-
-
-def mla_token_bytes(config: K3Config, dtype: torch.dtype) -> int:
-    """Bytes of one token in all MLA layers: latent and unrotated key part (model.md section 6)."""
-    return config.layer_kinds.count("mla") * (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
-
-
 class Memory:
     """Memory of `slots` sequences of at most `capacity` tokens each, contiguous. One length a slot.
 
@@ -89,17 +78,16 @@ class Memory:
     ):
         self.config, self.capacity, self.dtype = config, capacity, dtype
         state_dtype = torch.promote_types(dtype, torch.float32)
-        heads, width, channels = config.kda_num_heads, config.kda_head_dim, 3 * config.kda_width
-        row = config.kv_lora_rank + config.qk_rope_head_dim
+        self.sizes = sizes = memory_sizes(config, state_dtype=state_dtype, window_dtype=dtype, row_dtype=dtype)
         self.states: dict[int, Tensor] = {}
         self.tails: dict[int, Tensor] = {}
         self.pools: dict[int, Tensor] = {}
         for i, kind in enumerate(config.layer_kinds):
             if kind == "kda":
-                self.states[i] = torch.zeros(slots, heads, width, width, dtype=state_dtype, device=device)
-                self.tails[i] = torch.zeros(slots, config.kda_conv_size - 1, channels, dtype=dtype, device=device)
+                self.states[i] = torch.zeros(slots, *sizes.state_shape, dtype=state_dtype, device=device)
+                self.tails[i] = torch.zeros(slots, *sizes.window_shape, dtype=dtype, device=device)
             else:
-                self.pools[i] = torch.zeros(slots, capacity, row, dtype=dtype, device=device)
+                self.pools[i] = torch.zeros(slots, capacity, sizes.row_width, dtype=dtype, device=device)
         self.lengths_S = torch.zeros(slots, dtype=torch.int32, device=device)
         self.slots_N = torch.arange(slots, device=device)
         self._held: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -242,4 +230,4 @@ class Memory:
 
     def nbytes(self, slot: int) -> int:
         """Bytes one sequence occupies: constant for KDA, a row a token for MLA."""
-        return sum(t.nbytes for name, t in self.read(slot).items() if name != "length")
+        return self.sizes.sequence(int(self.lengths_S[slot]))

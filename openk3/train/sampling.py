@@ -10,7 +10,7 @@ from openk3.chat.tokenizer import StreamDecoder, Tokenizer
 from openk3.errors import UserError
 from openk3.model.checkpoint import load_model
 from openk3.model.generate import generate
-from openk3.train.state import latest
+from openk3.train.state import model_part
 
 
 def find(path: Path) -> tuple[Path, Path]:
@@ -18,14 +18,7 @@ def find(path: Path) -> tuple[Path, Path]:
 
     Raises UserError naming what is not there.
     """
-    if not path.is_dir():
-        raise UserError(f"there is no folder {path}")
-    if (path / "checkpoints").is_dir():
-        newest = latest(path)
-        if newest is None:
-            raise UserError(f"{path} has no checkpoint yet; train it first")
-        path = newest
-    model = path / "model" if (path / "model").is_dir() else path
+    model = model_part(path)
     ranks = model / "tiktoken.model"
     if not ranks.is_file():
         raise UserError(f"{path} is no run folder and no checkpoint: {ranks} is not there")

@@ -11,21 +11,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from openk3 import disk
 from openk3.chat.tokenizer import Tokenizer
 from openk3.errors import Failure, UserError
-from openk3.model.checkpoint import save_model
+from openk3.model.checkpoint import write_model
+from openk3.model.container import entry_of, read, read_header, write_tensors
+from openk3.model.files import compare
 from openk3.model.k3 import K3
 from openk3.train.folder import CHECKPOINTS, refuse_other_recipe
 from openk3.train.optim import Optimizer
@@ -43,7 +42,7 @@ class Position:
     tokens: int
     seconds: float
     loader: Mapping[str, int]
-    corpus_hash: str
+    corpus_hash: str  # empty where a model was put that has yet to read its first text
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -59,6 +58,24 @@ def checkpoints(run: Path) -> list[Path]:
 def latest(run: Path) -> Path | None:
     """The newest checkpoint, or None."""
     return next(reversed(checkpoints(run)), None)
+
+
+def newest(path: Path) -> Path:
+    """The newest checkpoint of a run folder; any other folder is itself. Raises UserError naming what is not there."""
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}")
+    if not (path / CHECKPOINTS).is_dir():
+        return path
+    found = latest(path)
+    if found is None:
+        raise UserError(f"{path} has no checkpoint yet; train it first")
+    return found
+
+
+def model_part(path: Path) -> Path:
+    """The model folder of a run folder, of a checkpoint, or the folder itself. Raises UserError as `newest` does."""
+    path = newest(path)
+    return path / "model" if (path / "model").is_dir() else path
 
 
 def save(
@@ -78,10 +95,10 @@ def save(
     folder = checkpoint_folder(run, position.step)
 
     def fill(beside: Path) -> None:
-        save_model(model, beside / "model")
+        write_model(model, beside / "model")
         tokenizer.save(beside / RANKS)
         (beside / "state").mkdir()
-        save_file(state_tensors(model, optimizer), beside / TENSORS)
+        write_tensors(beside / TENSORS, state_tensors(model, optimizer))
         files = [file for file in beside.rglob("*") if file.is_file()]
         content = {
             "format": FORMAT,
@@ -90,7 +107,6 @@ def save(
             "files": {file.relative_to(beside).as_posix(): file.stat().st_size for file in sorted(files)},
         }
         (beside / STATE).write_text(json.dumps(content, indent=1) + "\n")
-        shutil.copymode(beside / STATE, beside / TENSORS)  # which comes with mode 600, whatever the umask
 
     def advice() -> str:
         stands = latest(run)
@@ -113,12 +129,13 @@ def refuse_non_finite(model: nn.Module, step: int) -> None:
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The running tensors themselves, and the random state."""
     tensors = {f"master.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {f"optim.{name}": tensor for name, tensor in optimizer.state_dict().items()}
     tensors["rng.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return tensors
 
 
 def load(folder: Path, model: K3, optimizer: Optimizer, recipe: Recipe) -> Position:
@@ -128,21 +145,23 @@ def load(folder: Path, model: K3, optimizer: Optimizer, recipe: Recipe) -> Posit
     """
     content = read_state(folder)
     refuse_other_recipe(recipe, parse_recipe(content["recipe"], where=str(folder / STATE)), str(folder))
+    wanted = state_tensors(model, optimizer)
     try:
-        tensors = load_file(folder / TENSORS)
-        parts = {kind: section(tensors, kind) for kind in ("master.", "optim.", "rng.")}
-        model.load_state_dict(parts["master."])
-        optimizer.load_state_dict(parts["optim."])
-        torch.set_rng_state(parts["rng."]["cpu"])
-        if "cuda" in parts["rng."] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(parts["rng."]["cuda"])
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        spans = read_header(folder / TENSORS)
+        if "rng.cuda" not in spans or "rng.cuda" not in wanted:  # written or read on a machine without a GPU
+            spans.pop("rng.cuda", None)
+            wanted.pop("rng.cuda", None)
+        faults = compare(spans, [entry_of(name, tensor) for name, tensor in wanted.items()])
+        if faults:
+            raise ValueError("; ".join(faults))
+        for name, tensor in wanted.items():
+            read(spans[name], out=tensor)
+        torch.set_rng_state(wanted["rng.cpu"])
+        if "rng.cuda" in wanted:
+            torch.cuda.set_rng_state(wanted["rng.cuda"])
+    except (OSError, ValueError, RuntimeError) as error:
         raise damaged(folder, f"{TENSORS}: {error}") from None
     return Position(**{name: content[name] for name in Position.__dataclass_fields__})
-
-
-def section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from openk3.config import MECHANISMS, K3Config, named
 from openk3.model.k3 import K3
-from openk3.model.memory import Memory, kda_slot_bytes, mla_token_bytes
+from openk3.model.memory import Memory
+from openk3.model.sizes import memory_sizes
 
 TINY = named("pico").replace(hidden_size=32, vocab_size=512, kda_head_dim=16, moe_intermediate_size=32)
 
@@ -140,11 +141,16 @@ def test_memory_clones_truncates_and_travels_as_bytes() -> None:
             model(x[:2], cu(1, 1), memory)
 
 
+def held(memory: Memory, slot: int = 0) -> int:
+    """Bytes of the tensors that a slot really has."""
+    return sum(t.nbytes for name, t in memory.read(slot).items() if name != "length")
+
+
 @pytest.mark.row(19, 22)
 def test_memory_bytes_follow_the_formula() -> None:
-    k3 = named("k3")
-    assert kda_slot_bytes(k3, torch.bfloat16) == 449_372_160  # model.md section 5.4
-    assert mla_token_bytes(k3, torch.bfloat16) == 27_648  # section 6
+    k3 = memory_sizes(named("k3"))
+    assert k3.kda == 449_372_160  # model.md section 5.4
+    assert k3.token == 27_648  # section 6
     config = named("pico")
     model = K3.initialised(config, 0)
     memory = Memory(config, slots=2, capacity=400)
@@ -152,8 +158,10 @@ def test_memory_bytes_follow_the_formula() -> None:
     with torch.no_grad():
         for n in (1, 128, 257):
             model.hidden(tokens(n), cu(n), memory.use([0]))
-            sizes.append(memory.nbytes(0))
-    row, state = mla_token_bytes(config, torch.float32), kda_slot_bytes(config, torch.float32)
+            sizes.append(held(memory))
+            assert memory.nbytes(0) == sizes[-1]
+    plain = memory_sizes(config, window_dtype=torch.float32, row_dtype=torch.float32)
+    row, state = plain.token, plain.kda
     assert sizes == [state + row, state + 129 * row, state + 386 * row] and memory.nbytes(1) == state
 
 
@@ -163,11 +171,12 @@ def test_all_kda_model_streams_a_long_text_with_flat_memory(n: int) -> None:
     config = TINY.replace(attention="kda", num_hidden_layers=2)
     model = K3.initialised(config, 0).eval()
     memory = Memory(config, slots=1, capacity=n)
-    before = memory.nbytes(0)
+    before = held(memory)
     with torch.no_grad():
         for part in tokens(n).split(32_768):
             assert torch.isfinite(model.hidden(part, cu(len(part)), memory)).all()
-            assert memory.nbytes(0) == before == kda_slot_bytes(config, torch.float32)
+            assert held(memory) == before == memory.nbytes(0)
+    assert before == 2 * 4 * (config.kda_num_heads * config.kda_head_dim**2 + 3 * 3 * config.kda_width)
     assert memory.lengths_S.tolist() == [n]
 
 
@@ -180,8 +189,9 @@ def test_hybrid_at_16k_holds_the_bytes_of_the_formula() -> None:
         for part in tokens(16_384).split(2048):
             model.hidden(part, cu(2048), memory)
     assert config.layer_kinds == ("kda", "mla")
-    expected = kda_slot_bytes(config, torch.float32) + 16_384 * mla_token_bytes(config, torch.float32)
-    assert memory.nbytes(0) == expected
+    state = config.kda_num_heads * config.kda_head_dim**2 + 3 * 3 * config.kda_width
+    expected = 4 * (state + 16_384 * (config.kv_lora_rank + config.qk_rope_head_dim))
+    assert held(memory) == expected == memory.nbytes(0)
 
 
 @pytest.mark.row(23)

@@ -116,13 +116,13 @@ def test_a_checkpoint_bears_its_name_only_once_it_is_whole_and_synced(tmp_path, 
 
         monkeypatch.setattr(place, name, seen)
 
-    watch(state, "save_model")
-    watch(state, "save_file")
+    watch(state, "write_model")
+    watch(state, "write_tensors")
     watch(disk, "sync_tree")
     watch(os, "rename")
     watch(disk, "remove_folder")
     put(tmp_path, trained, 2, keep=1)
-    assert events == ["save_model", "save_file", "sync_tree", "rename", "remove_folder", "rename"]
+    assert events == ["write_model", "write_tensors", "sync_tree", "rename", "remove_folder", "rename"]
 
 
 def test_half_written_siblings_are_swept_and_never_taken_for_a_checkpoint(tmp_path, trained):
@@ -233,7 +233,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, trained):
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
 
 
-@pytest.mark.parametrize("writer", ["save_file", "save_model", "sync_folder"])
+@pytest.mark.parametrize("writer", ["write_tensors", "write_model", "sync_folder"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(tmp_path, trained, monkeypatch, writer, code):
     put(tmp_path, trained, 1)
