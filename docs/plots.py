@@ -22,11 +22,14 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from openk3.config import named
-from openk3.model.memory import kda_slot_bytes, mla_token_bytes
+from openk3.model.audit import audit
+from openk3.model.sizes import memory_sizes
 from openk3.ops import routing
+from openk3.ops.mx import fake_quantize
 from openk3.ops.situ import situ_glu, swiglu
 from openk3.train import report_curves, report_probes
 from openk3.train import report_draw as d
+from openk3.train.curriculum import K3_STAGES, context_at
 from openk3.train.muon import newton_schulz
 from openk3.train.qkclip import clip_heads, largest_logit
 from openk3.train.report_read import Run, read_run
@@ -106,9 +109,8 @@ def decay_map() -> str:
 
 def memory() -> str:
     """Bytes of one sequence of K3 in bf16, by length, and what MLA in all 93 layers would store."""
-    k3, context = named("k3"), 2.0 ** np.arange(8, 21)
-    kda_bytes, row = kda_slot_bytes(k3, torch.bfloat16), mla_token_bytes(k3, torch.bfloat16)
-    all_mla = mla_token_bytes(k3.replace(attention="mla"), torch.bfloat16)
+    sizes, context = memory_sizes(named("k3")), 2.0 ** np.arange(8, 21)
+    kda_bytes, row, all_mla = sizes.kda, sizes.token, sizes.token_all_mla
 
     def draw(ax: Axes) -> None:
         gib = 2.0**30
@@ -248,7 +250,98 @@ def schedule() -> str:
     return d.figure("Learning rate of the tour", draw, 200)
 
 
+def stages() -> str:
+    """Tokens of a sequence over a run with K3's stages, at our shares."""
+    steps = np.arange(2000)
+
+    def draw(ax: Axes) -> None:
+        ax.plot(steps / 20, [context_at(int(step), K3_STAGES, 2000) for step in steps], color=d.SERIES[0])
+        ax.set(yscale="log", xlabel="% of the run", ylabel="tokens of a sequence", ylim=(5e3, 2e6))
+        ax.set_yticks([tokens for tokens, _ in K3_STAGES], ["8k", "64k", "256k", "1M"])
+        ax.minorticks_off()
+
+    return d.figure("Context stages", draw, 200)
+
+
+def parts() -> str:
+    """Where the parameters of K3 are, and which of them a token touches."""
+    k3 = named("k3")
+    found = audit(k3, vision=True)
+    active = dict(found.parts) | {"input embedding": 0, "vision tower": 0, "projector": 0}
+    active["routed experts"] = found.parts["routed experts"] * k3.num_experts_per_token // k3.num_experts
+    assert sum(active.values()) == found.active
+    names = sorted(found.parts, key=lambda name: -active[name])
+
+    def draw(ax: Axes) -> None:
+        y = np.arange(len(names))
+        total = sum(found.parts.values())
+        ax.barh(y - 0.19, [100 * found.parts[n] / total for n in names], 0.36, color=d.SERIES[5], label="of all")
+        ax.barh(y + 0.19, [100 * active[n] / found.active for n in names], 0.36, color=d.SERIES[0],
+                label="of those a token touches")  # fmt: skip
+        d.row_axis(ax, names)
+        ax.set(xlabel="% of parameters", xlim=(0, 100))
+        ax.legend(ncols=2, **d.ABOVE)
+
+    return d.figure("Parameters of K3 by part", draw, 330)
+
+
+def mx_steps() -> str:
+    """What MXFP4 makes of a value beside a largest value of 7.5 in its group, by both scale rules."""
+    x = np.linspace(0, 7.5, 751)
+    groups = np.zeros((len(x), 32))
+    groups[:, 0], groups[:, 1] = x, 7.5
+
+    def draw(ax: Axes) -> None:
+        ax.plot(x, x, color=d.MUTED, ls=":", lw=1.2, label="exact")
+        for rule, color in (("floor", d.SERIES[0]), ("ceil", d.SERIES[1])):
+            ax.plot(x, fake_quantize(tensor(groups), "mxfp4", rule)[:, 0], color=color, label=rule)
+        ax.set(xlabel="value, largest of its group 7.5", ylabel="as MXFP4")
+        ax.legend(ncols=3, **d.ABOVE)
+
+    return d.figure("MXFP4 by scale rule", draw)
+
+
+def mx_error() -> str:
+    """RMS error over RMS of Gaussian groups by the standard deviation, which the power-of-two scale makes periodic."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 32, generator=generator, dtype=torch.float64)
+    sizes = np.geomspace(1, 4, 25)
+
+    def error(size: float, *how: str) -> float:
+        scaled = x * size
+        return float((fake_quantize(scaled, *how) - scaled).square().mean().sqrt() / scaled.square().mean().sqrt())
+
+    def draw(ax: Axes) -> None:
+        for how, color in (
+            (("mxfp4", "floor"), d.SERIES[0]),
+            (("mxfp4", "ceil"), d.SERIES[1]),
+            (("mxfp8",), d.SERIES[2]),
+        ):
+            ax.plot(sizes, [100 * error(size, *how) for size in sizes], color=color, label=" ".join(how))
+        ax.set(xscale="log", yscale="log", ylim=(1, 30), xlabel="standard deviation", ylabel="RMS error, %")
+        ax.set_xticks([1, 2, 4], ["1", "2", "4"])
+        ax.yaxis.set_major_formatter(d.human)
+        ax.minorticks_off()
+        ax.legend(ncols=3, **d.ABOVE)
+
+    return d.figure("Error of small floats", draw)
+
+
 # ---- from records
+
+
+def vocabulary() -> str:
+    rows = record("vocabulary.json")["rows"]
+
+    def draw(ax: Axes) -> None:
+        ax.plot(
+            [row["ranks"] for row in rows], [row["bytes_per_token"] for row in rows], "o-", ms=3.5, color=d.SERIES[0]
+        )
+        ax.set(xscale="log", xlabel="ranks", ylabel="bytes a token", ylim=(0, 4.5))
+        ax.set_xticks([row["ranks"] for row in rows], [f"{row['ranks']:,}" for row in rows])
+        ax.minorticks_off()
+
+    return d.figure("Bytes a token by size of the vocabulary", draw, 220)
 
 
 def kda_forms() -> str:
@@ -291,6 +384,7 @@ def write_record(run_folder: Path) -> None:
     content = {
         "command": "openk3 tour, then python docs/plots.py --record runs/tour; see tour.json for the machine",
         "config": {"data": {"context": run.config["data"]["context"]}},
+        "clipped_heads": sum(x["clipped_heads"] for x in run.of("train")),
         "records": {"probe": run.of("probe"), "train": train},
     }
     TOUR_LINES.write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -306,6 +400,11 @@ DRAWN: dict[str, Callable[[], str]] = {
     "qk_clip": qk_clip,
     "balance": balance,
     "schedule": schedule,
+    "stages": stages,
+    "parts": parts,
+    "mx_steps": mx_steps,
+    "mx_error": mx_error,
+    "vocabulary": vocabulary,
     "kda_forms": kda_forms,
     "tour_attnres": panel(report_probes.attnres_map),
     "tour_half_lives": panel(report_probes.half_lives),
