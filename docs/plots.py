@@ -384,7 +384,6 @@ def write_record(run_folder: Path) -> None:
     content = {
         "command": "openk3 tour, then python docs/plots.py --record runs/tour; see tour.json for the machine",
         "config": {"data": {"context": run.config["data"]["context"]}},
-        "clipped_heads": sum(x["clipped_heads"] for x in run.of("train")),
         "records": {"probe": run.of("probe"), "train": train},
     }
     TOUR_LINES.write_text(json.dumps(content) + "\n", encoding="utf-8")
