@@ -8,7 +8,7 @@
     ![...](figures/name.svg)                     figures of docs/figures, put into the page to follow its colours
 
 Each stands on a line of its own but for `file` and the second form of equations. MkDocs calls the `on_*` functions;
-everything else needs only Python and matplotlib, so that tests/test_docs.py can check every page without MkDocs.
+everything else needs only Python and matplotlib, so that a page can be checked without MkDocs.
 """
 
 from __future__ import annotations
