@@ -141,7 +141,9 @@ print(size, memory("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak memory from /proc, which only Linux has")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads its peak memory from /proc, which only Linux has"
+)
 def test_neither_way_holds_a_second_copy(tmp_path: Path) -> None:
     """Experts of 400 MB in float32: saving adds a sliver to the model, loading the model itself and a sliver."""
     run = [sys.executable, "-c", PEAK]
